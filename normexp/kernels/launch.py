@@ -1,0 +1,63 @@
+"""How the fused kernels are launched: a fixed function of the problem, never timed, so that a run repeats bitwise.
+
+m rows, n columns, lanes threads in a warp (32 on CUDA, 64 on CDNA). The limits are where the compiled kernels begin to
+spill registers to memory, and the warps per multiprocessor keep a persistent grid resident; the tests check both.
+"""
+
+from dataclasses import dataclass
+
+FORWARD_BLOCK = 32_768  # columns that one program holds in registers; wider rows are looped
+BACKWARD_BLOCK = 8_192  # fewer, because x, dy and a float32 sum for the weight are held
+REREAD_BLOCK = 16_384  # so far, one such sum fits when x and dy are read a second time, from the cache
+LOOP_BLOCK = 4_096  # columns of one step of a looped row
+
+
+@dataclass(frozen=True)
+class Launch:
+    rows: int  # of one tile
+    block: int  # columns of one tile, a power of two
+    warps: int  # per program
+    programs: int  # of the grid, on axis x
+    stages: int = 1  # 2: the next tile is on its way while this one is worked on
+    looped: bool = False  # the row is wider than a tile
+    reread: bool = False  # the tile is read again after the reductions, not held
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def forward(m: int, n: int, lanes: int) -> Launch:
+    """One row per program from 1,024 columns up, several below; 32 values per thread are 4 to 8 loads in flight."""
+    if n > FORWARD_BLOCK:
+        return Launch(1, LOOP_BLOCK, 512 // lanes, m, looped=True)
+    block = max(next_power_of_two(n), 16)
+    rows = 1 if block >= 1024 else 2048 // block
+    return Launch(rows, block, max(rows * block // 32 // lanes, 1), ceil_div(m, rows))
+
+
+def backward(m: int, n: int, centre: bool, mixed: bool, multiprocessors: int, lanes: int) -> Launch:
+    """A persistent grid: each program sums the weight's gradient of many rows in registers and writes it once.
+
+    Programs per multiprocessor: enough for 16 warps, and few, because each writes a float32 row that is read again.
+    LayerNorm (centre) sums two gradients; a residual of another type (mixed) needs registers for a second result.
+    """
+    block = max(next_power_of_two(n), 16)
+    if block > (BACKWARD_BLOCK if centre or mixed else REREAD_BLOCK):
+        return Launch(2, LOOP_BLOCK, 512 // lanes, min(multiprocessors, ceil_div(m, 2)), looped=True)
+    rows = max(1024 // block, 1)
+    resident = max(8192 // (rows * block), 1) * multiprocessors
+    reread = block > BACKWARD_BLOCK
+    stages = 1 if mixed or reread else 2
+    return Launch(rows, block, rows * block // 16 // lanes, min(resident, ceil_div(m, rows)), stages, reread=reread)
+
+
+def reduction(partial_rows: int, n: int, lanes: int) -> Launch:
+    """The sum of the partial rows: 16 columns (64 bytes) each for a full grid, so a narrow weight has several."""
+    rows = min(next_power_of_two(partial_rows), 256)
+    block = 4096 // rows
+    return Launch(rows, block, 128 // lanes, ceil_div(n, block), looped=partial_rows > rows)

@@ -1,0 +1,77 @@
+"""Small models and sources that several test files share."""
+
+from functools import partial
+
+import torch
+
+from normexp import norms, placements
+from normexp.data import Batch
+from normexp.init import initialise
+from normexp.model import ModelConfig, Transformer
+from normexp.optim import OptimConfig
+from normexp.telemetry import METRICS, TelemetryConfig
+from normexp.trainer import TrainConfig, Trainer
+
+CONTEXT, VOCABULARY = 16, 11
+CONFIG = {
+    "depth": 2, "width": 16, "heads": 2, "context": CONTEXT, "mlp": "relu", "mlp_ratio": 4.0, "position": "learned",
+    "bias": True, "tied": False, "dropout": 0.0, "init": "xavier",
+}  # fmt: skip
+NORMS = {
+    "ln": partial(norms.LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto"),
+    "rms": partial(norms.RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto"),
+    "bn": partial(
+        norms.BatchNorm, eps=1e-5, momentum=0.1, affine=True, stats="batch_time", mask_padding=True, context=CONTEXT
+    ),
+}
+PLACEMENTS = {"pre": placements.PreNorm, "post": placements.PostNorm}
+CELLS = [(norm, placement) for norm in NORMS for placement in PLACEMENTS]
+
+
+def model(norm: str = "ln", placement: str = "pre", seed: int = 0, **changes) -> Transformer:
+    config = ModelConfig(**{**CONFIG, **changes})
+    built = Transformer(config, VOCABULARY, norm=NORMS[norm], placement=PLACEMENTS[placement])
+    initialise(built, seed)
+    return built
+
+
+class Source:
+    """Sequences in which token t + 1 is token t plus 1 or 2: there is something to learn. `padded` rows end early."""
+
+    vocab_size, unigram_entropy, bytes_per_token, sha256 = VOCABULARY, 2.3979, 1.0, "0" * 64
+
+    def __init__(self, padded: bool = False) -> None:
+        self.padded = padded
+
+    def batch(self, seed: int, step: int, rows: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        jumps = torch.randint(1, 3, (64, CONTEXT + 1), generator=generator)[:rows]
+        tokens = jumps.cumsum(1) % VOCABULARY
+        if not self.padded:
+            return Batch(tokens[:, :-1], tokens[:, 1:], None)
+        lengths = torch.randint(3, CONTEXT + 1, (64, 1), generator=generator)[:rows]
+        mask = torch.arange(CONTEXT) < lengths
+        return Batch(tokens[:, :-1] * mask, tokens[:, 1:].masked_fill(~mask, -100), mask)
+
+    def validation(self, rows: int, batches: int) -> list[Batch]:
+        return [self.batch(999, index, rows) for index in range(batches)]
+
+
+OPTIM = OptimConfig("adamw", 3e-3, 2, "constant", 0.0, 0.0, (0.9, 0.98), 1e-8, 0.0)
+TRAIN = TrainConfig(
+    steps=8, batch_size=4, grad_accum=1, clip=0.0, dtype="float32", threads=1, eval_every=4, eval_batches=2,
+    checkpoint_every=3, early_stop=False,
+)  # fmt: skip
+TELEMETRY = TelemetryConfig(every=5, dense_steps=3, flush_every=4, metrics=tuple(METRICS))
+
+
+def trainer(norm: str = "ln", placement: str = "pre", *, source=None, seed=0, optim=OPTIM, train=TRAIN, **changes):
+    return Trainer(
+        model(norm, placement, seed, **changes),
+        source or Source(),
+        optim=optim,
+        train=train,
+        telemetry=TELEMETRY,
+        seed=seed,
+        device=torch.device("cpu"),
+    )
