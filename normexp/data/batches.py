@@ -1,0 +1,114 @@
+"""Rows of tokens, drawn by a pure function of seed and step.
+
+B: rows, T: context, in tokens. N: tokens of a part, V: vocabulary.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normexp.data.tokens import Ids, Integers, Tokens
+from normexp.fields import UserError
+
+Shape = Literal["packed", "padded"]
+
+IGNORED = -100  # the target that cross entropy leaves out
+PAD = 0  # pads need an id that the embedding knows; the mask, not the id, marks them
+BLOCK = 1 << 24  # tokens counted at once
+
+
+class Batch(NamedTuple):
+    """Targets are the inputs one position on. Pads have the target IGNORED and the mask False."""
+
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64
+    mask: Tensor | None  # (B, T) bool, True at real tokens; None: all are real
+
+
+class Source:
+    """Training and validation batches of one corpus. Its last tokens, `validation` of all (a fraction), are for
+    validation: no training row holds one. UserError, which calls the corpus `name`, where a part is too short.
+
+    sha256: of the corpus's bytes, so the same text has the same hash wherever it lies.
+    unigram_entropy: of the validation tokens under the add-one-smoothed unigram distribution of training, in nats.
+    bytes_per_token: of the validation part; bits per byte = nats per token / ln 2 / bytes_per_token.
+    """
+
+    def __init__(
+        self, tokens: Tokens, *, name: str, sha256: str, shape: Shape, validation: float, context: int
+    ) -> None:
+        border = tokens.ids.size - round(tokens.ids.size * validation)
+        parts = {"training": tokens.ids[:border], "validation": tokens.ids[border:]}
+        rows = {part: _SHAPES[shape](ids, context, tokens.end) for part, ids in parts.items()}
+        for part, ids in parts.items():
+            if rows[part].count <= 0:
+                raise UserError(f"{name}: the {part} part has {ids.size} tokens, but {rows[part].needs}")
+        self._train, self._validation = rows.values()
+        self.sha256 = sha256
+        self.vocab_size = tokens.widths.size
+        self.train_tokens, self.validation_tokens = (ids.size for ids in parts.values())
+        train, held_out = (_counts(ids, self.vocab_size) for ids in parts.values())
+        self.unigram_entropy = float(-held_out @ np.log((train + 1) / (train + 1).sum()) / held_out.sum())
+        self.bytes_per_token = float(held_out @ tokens.widths / held_out.sum())
+
+    def batch(self, seed: int, step: int, rows: int) -> Batch:
+        """Rows drawn uniformly with replacement; the first n are the same whatever `rows`. 0 <= seed, step < 2^64."""
+        # Raw words, since numpy keeps the stream of a bit generator across versions but not that of its distributions.
+        # The remainder favours small choices by at most count / 2^64.
+        words = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(rows)
+        return self._train.take(np.remainder(words, np.uint64(self._train.count)).astype(np.int64))
+
+    def validation(self, rows: int, batches: int) -> list[Batch]:
+        """The same evenly spaced rows on every call; they overlap or repeat where more are asked for than there are."""
+        choices = np.arange(rows * batches) * self._validation.count // (rows * batches)
+        return [self._validation.take(chosen) for chosen in choices.reshape(batches, rows)]
+
+
+class _Packed:
+    """Windows of T + 1 tokens that start anywhere in a continuous stream."""
+
+    def __init__(self, ids: Ids, context: int, end: int) -> None:
+        self.ids, self.count = ids, ids.size - context
+        self.needs = f"model.context={context} needs {context + 1}; lower it, or let that part have more text"
+        self.offsets = np.arange(context + 1)
+
+    def take(self, starts: Integers) -> Batch:
+        window = self.ids[starts[:, None] + self.offsets].astype(np.int64)
+        return Batch(_tensor(window[:, :-1]), _tensor(window[:, 1:]), None)
+
+
+class _Padded:
+    """One document per row, from its first token to its end, cut at T + 1 tokens or padded on the right. A document too
+    short to have a target (an empty line) is left out."""
+
+    def __init__(self, ids: Ids, context: int, end: int) -> None:
+        closes = np.flatnonzero(ids == end) + 1
+        borders = np.unique(np.concatenate(([0], closes, [ids.size])))
+        starts, lengths = borders[:-1], np.diff(borders)
+        self.starts, self.lengths = starts[lengths > 1], lengths[lengths > 1]
+        self.ids, self.count = ids, self.starts.size
+        self.needs = "data.shape=padded needs a line of 2 or more; let that part have more text"
+        self.offsets = np.arange(context + 1)
+
+    def take(self, documents: Integers) -> Batch:
+        positions = self.starts[documents, None] + self.offsets
+        window = self.ids[np.minimum(positions, self.ids.size - 1)].astype(np.int64)
+        mask = self.offsets[1:] < self.lengths[documents, None]
+        tokens, targets = np.where(mask, window[:, :-1], PAD), np.where(mask, window[:, 1:], IGNORED)
+        return Batch(_tensor(tokens), _tensor(targets), torch.from_numpy(mask))
+
+
+_SHAPES: dict[str, type[_Packed] | type[_Padded]] = {"packed": _Packed, "padded": _Padded}
+
+
+def _counts(ids: Ids, size: int) -> Integers:
+    """(V,) how often each id occurs, in blocks, since bincount widens all that it is given to int64."""
+    blocks = (ids[start : start + BLOCK] for start in range(0, ids.size, BLOCK))
+    return sum((np.bincount(block, minlength=size) for block in blocks), np.zeros(size, np.int64))
+
+
+def _tensor(values: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))

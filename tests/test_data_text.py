@@ -1,0 +1,270 @@
+"""The user's own text: what is read, what is refused, and the token cache."""
+
+import errno
+import hashlib
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from normexp.data import Source, corpora, kjv, tokens
+from normexp.fields import UserError
+from tests.test_data import digest, open_text, same
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PROSE = "And the light shineth in darkness;\nand the darkness\n\ncomprehended it not.\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    """A function that makes a source of the text, or the bytes, given."""
+
+    def read(content: str | bytes, **settings) -> Source:
+        (tmp_path / "corpus.txt").write_bytes(content.encode() if isinstance(content, str) else content)
+        return open_text(tmp_path / "corpus.txt", tmp_path / "cache", **settings)
+
+    return read
+
+
+# What is read
+
+
+def test_hash_is_of_the_content_and_not_of_the_path(tmp_path):
+    one, other = tmp_path / "one.txt", tmp_path / "deep" / "other.txt"
+    other.parent.mkdir()
+    one.write_text(PROSE)
+    other.write_text(PROSE)
+    sources = [open_text(path, tmp_path / "cache") for path in (one, other, other.parent)]
+    assert {source.sha256 for source in sources} == {hashlib.sha256(PROSE.encode()).hexdigest()}
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    other.write_text(PROSE + "!")
+    assert open_text(other, tmp_path / "cache").sha256 != sources[0].sha256
+
+
+def test_folder_is_its_files_in_order_without_hidden_ones(tmp_path):
+    folder = tmp_path / "books"
+    contents = {"b.txt": "second", "a/z.txt": "first", "c": "third\n", ".DS_Store": "\0", ".git/config": "hidden"}
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    whole = b"first\nsecond\nthird\n"
+    source = open_text(folder, tmp_path / "cache", tokenizer="bytes", validation=0.5, context=4)
+    assert source.sha256 == hashlib.sha256(whole).hexdigest()
+    assert source.train_tokens + source.validation_tokens == len(whole)
+
+
+def test_path_may_be_relative_and_hold_any_sign(tmp_path, monkeypatch):
+    (tmp_path / "a=b, c d.txt").write_text(PROSE)
+    monkeypatch.chdir(tmp_path)
+    assert open_text("a=b, c d.txt", tmp_path / "cache").vocab_size == len(set(PROSE))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        (b"", {}, r"is empty \(files: 1, bytes: 0\)"),
+        (b"ten bytes.", {}, r"the training part has 8 tokens, but model\.context=8 needs 9"),
+        (b"x" * 100, {"validation": 0.05}, r"the validation part has 5 tokens, but model\.context=8 needs 9"),
+        (b"x" * 100, {"validation": 0.08}, r"the validation part has 8 tokens, but model\.context=8 needs 9"),
+        (b"x" * 100, {"validation": 0.001}, r"the validation part has 0 tokens"),
+        (b"x" * 100, {"validation": 0.95}, r"the training part has 5 tokens"),
+        (
+            b"abc\n" * 5,
+            {"shape": "padded", "validation": 0.05},
+            r"the validation part has 1 tokens, but .* a line of 2",
+        ),
+        (b"a\n\n\nb", {"shape": "padded", "validation": 0.01}, r"the validation part has 0 tokens"),
+        (b"caf\xe9 au lait, s'il vous plait", {}, r"byte 3 is not UTF-8 text \(invalid continuation byte\)"),
+        (PROSE.encode("utf-16"), {}, r"byte \d+ is not UTF-8 text"),
+        (PROSE.encode("utf-16-le"), {}, r"byte 1 is not UTF-8 text \(NUL byte\)"),
+        (b"in the middle\0of a line" * 9, {}, r"byte 13 is not UTF-8 text \(NUL byte\)"),
+        (b"lone \xed\xa0\x80 surrogate" * 9, {}, r"byte 5 is not UTF-8 text"),
+        (b"cut in the middle of a sign \xe2\x82", {}, r"byte 28 is not UTF-8 text"),
+    ],
+)
+def test_bad_text_is_refused_in_one_line_before_anything_is_written(read, tmp_path, content, settings, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        read(content, **settings)
+    assert str(refusal.value).startswith("data.path=")
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("content", [PROSE.encode("utf-16"), PROSE.encode() + b"\xe9\0\xed\xa0\x80", bytes(range(256))])
+def test_any_bytes_are_read_as_bytes(read, content):
+    source = read(content, tokenizer="bytes", validation=0.5)
+    parts = [source._train.ids, source._validation.ids]
+    assert np.concatenate(parts).astype(np.uint8).tobytes() == content
+
+
+def test_shortest_text_that_is_enough(read):
+    source = read("x" * 18, validation=0.5, context=8)
+    assert same(source.batch(0, 1, 2), source.batch(5, 6, 2))
+    with pytest.raises(UserError, match="8 tokens"):
+        read("x" * 17, validation=0.5, context=8)
+
+
+def test_context_is_checked_when_the_cache_is_warm(read):
+    read("x" * 18, validation=0.5, context=8)
+    with pytest.raises(UserError, match=r"model\.context=9 needs 10"):
+        read("x" * 18, validation=0.5, context=9)
+
+
+def test_kjv_context_longer_than_a_part(tmp_path):
+    with pytest.raises(UserError, match=r"data=kjv: the validation part has 513230 tokens"):
+        kjv(tokenizer="characters", shape="packed", context=513_230, cache=tmp_path / "cache")
+
+
+def test_missing_path(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path, message in [
+        (tmp_path / "missing.txt", "neither a file nor a folder"),
+        ("", "neither a file nor a folder"),
+        ("x" * 5000, "neither a file nor a folder"),
+        ("~nobody-of-that-name/x", "neither a file nor a folder"),
+        ("/dev/zero", "neither a file nor a folder"),
+        (tmp_path / "empty", r"is empty \(files: 0, bytes: 0\)"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            open_text(path, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_bad_byte_is_named_in_its_file(tmp_path):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(BYTE_ORDER_MARK + b"good text\n")
+    (folder / "b.txt").write_bytes(b"")
+    (folder / "c.txt").write_bytes(b"bad at \xff seven")
+    with pytest.raises(UserError, match=r"c\.txt: byte 7 is not UTF-8 text \(invalid start byte\)"):
+        open_text(folder, tmp_path / "cache")
+
+
+def test_byte_order_marks_are_no_characters(tmp_path):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(BYTE_ORDER_MARK + b"aaaaaaaa")
+    (folder / "b.txt").write_bytes(BYTE_ORDER_MARK + b"bbbbbbbb")
+    source = open_text(folder, tmp_path / "cache", validation=0.5, context=4)
+    assert (source.vocab_size, source.train_tokens + source.validation_tokens) == (3, 17)
+
+
+def test_results_inside_the_corpus_are_refused(tmp_path):
+    (tmp_path / "corpus.txt").write_text(PROSE)
+    with pytest.raises(UserError, match="holds the results folder"):
+        open_text(tmp_path, tmp_path / "results" / "cache")
+
+
+def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "corpus.txt").write_text(PROSE)
+    monkeypatch.setattr(corpora, "_sha256", lambda files: hashlib.sha256(b"as it was").hexdigest())
+    with pytest.raises(UserError, match="changed while it was being read"):
+        open_text(tmp_path / "corpus.txt", tmp_path / "cache")
+
+
+# The token cache
+
+
+def test_cache_is_mapped_and_gives_the_same_batches(tmp_path):
+    (tmp_path / "corpus.txt").write_text(PROSE)
+    first, second = (open_text(tmp_path / "corpus.txt", tmp_path / "cache") for _ in range(2))
+    assert same(first.batch(0, 1, 8), second.batch(0, 1, 8))
+    assert first.unigram_entropy == second.unigram_entropy
+    base = second._train.ids
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+
+
+def test_second_use_neither_reads_nor_writes(tmp_path, monkeypatch):
+    (tmp_path / "corpus.txt").write_text(PROSE)
+    open_text(tmp_path / "corpus.txt", tmp_path / "cache")
+    before = stamps(tmp_path / "cache")
+    monkeypatch.setattr(corpora, "_read", lambda *_: pytest.fail("the text was read again"))
+    open_text(tmp_path / "corpus.txt", tmp_path / "cache", shape="padded", validation=0.4, context=4)
+    assert stamps(tmp_path / "cache") == before
+    assert len(before) == 3  # one folder with two files
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def test_tokenizers_do_not_share_an_entry(read):
+    assert read(PROSE).vocab_size == len(set(PROSE))
+    assert read(PROSE, tokenizer="bytes").vocab_size == 256
+
+
+def test_of_two_writers_the_second_keeps_what_the_first_wrote(tmp_path, monkeypatch):
+    """The other one writes the whole entry while this one is in the middle of its own."""
+    (tmp_path / "corpus.txt").write_text(PROSE)
+    write, during = tokens._write, []
+
+    def interleaved(path, content):
+        if not during:
+            during.append(None)
+            open_text(tmp_path / "corpus.txt", tmp_path / "cache")
+            during.append(stamps(entry(tmp_path / "cache")))
+        write(path, content)
+
+    monkeypatch.setattr(tokens, "_write", interleaved)
+    assert open_text(tmp_path / "corpus.txt", tmp_path / "cache").vocab_size == len(set(PROSE))
+    assert stamps(entry(tmp_path / "cache")) == during[1]
+    assert list((tmp_path / "cache").iterdir()) == [entry(tmp_path / "cache")]
+
+
+def entry(cache: Path) -> Path:
+    (only,) = (path for path in cache.iterdir() if not path.name.startswith("."))
+    return only
+
+
+def test_processes_that_start_at_once_agree(tmp_path):
+    (tmp_path / "corpus.txt").write_text(PROSE * 20_000)
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=open_at_once, args=(tmp_path, barrier, results), daemon=True) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert len(set(found)) == 1
+    assert not found[0].startswith("error")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [entry(tmp_path / "cache").name]
+
+
+def open_at_once(folder, barrier, results) -> None:
+    barrier.wait(timeout=60)
+    try:
+        results.put(digest(open_text(folder / "corpus.txt", folder / "cache")))
+    except BaseException as error:
+        results.put(f"error: {error!r}")
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    (tmp_path / "corpus.txt").write_text(PROSE)
+
+    def full(path, content):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "_write", full)
+        with pytest.raises(UserError, match=r"results: cannot write the token cache .* \(No space left on device\)"):
+            open_text(tmp_path / "corpus.txt", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert open_text(tmp_path / "corpus.txt", tmp_path / "cache").vocab_size == len(set(PROSE))
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(file.read_bytes()[:20]), Path.unlink])
+@pytest.mark.parametrize("name", ["ids.npy", "tokens.json"])
+def test_damaged_cache_is_named(tmp_path, damage, name):
+    (tmp_path / "corpus.txt").write_text(PROSE)
+    open_text(tmp_path / "corpus.txt", tmp_path / "cache")
+    damage(entry(tmp_path / "cache") / name)
+    with pytest.raises(UserError, match=r"results: the token cache .* is damaged; delete it"):
+        open_text(tmp_path / "corpus.txt", tmp_path / "cache")
