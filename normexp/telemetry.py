@@ -1,0 +1,178 @@
+"""Telemetry: metrics as pure functions of a frozen snapshot of one step, and the buffer that takes them to the host.
+
+The model does not know that it is watched: gradients are read from `.grad`. A reading stays on the device until the
+flush, which makes one transfer for all rows since the last one.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normexp.fields import NonNegativeInt, PositiveInt
+
+
+class Reading(NamedTuple):
+    """What one metric read: a value for each path, still on the device."""
+
+    paths: Sequence[str]
+    values: Tensor  # (len(paths),) float32
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    every: PositiveInt  # steps between two readings of the metrics
+    dense_steps: NonNegativeInt  # the first steps, at which they are all read: collapse happens early
+    flush_every: PositiveInt  # steps between two transfers to the host
+    metrics: tuple[str, ...]  # names of the functions in METRICS
+
+    def reads(self, step: int) -> bool:
+        return bool(self.metrics) and (step <= self.dense_steps or step % self.every == 0)
+
+
+class Layout:
+    """The trainable parameters of a model, and the telemetry paths of their groups and matrices.
+
+    A group is `embed`, `layer_00` …, `final_norm` or `head`, with every parameter in it; a matrix is a parameter of
+    two or more dimensions, such as `layer_00/mlp.out`. `parameters` holds the matrices first, then the gains and
+    biases, group by group; a flat vector of all of them is a row of segments, one for each matrix and one for the
+    rest of each group.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        located = [(*locate(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        self.groups = list(dict.fromkeys(group for group, _, _ in located))
+        matrices = [entry for entry in located if entry[2].ndim > 1]
+        rest = {group: [p for g, _, p in located if g == group and p.ndim <= 1] for group in self.groups}
+        self.parameters = [p for _, _, p in matrices] + [p for group in self.groups for p in rest[group]]
+        self._views = [p.detach().view(-1) for p in self.parameters]
+        self.matrices = [f"{group}/{name}" for group, name, _ in matrices]
+        self.mlp_out = [i for i, (_, name, _) in enumerate(matrices) if name == "mlp.out"]  # in the order of the blocks
+        sizes = {group: sum(p.numel() for p in rest[group]) for group in self.groups}
+        self.segments = [p.numel() for _, _, p in matrices] + [size for size in sizes.values() if size]
+        owners = [group for group, _, _ in matrices] + [group for group, size in sizes.items() if size]
+        device = self.parameters[0].device
+        self._group_of = torch.tensor([self.groups.index(group) for group in owners], device=device)
+        self.root_sizes = torch.tensor(self.segments[: len(matrices)], device=device).sqrt()
+
+    def flat_parameters(self) -> Tensor:
+        """A copy of all parameters as one vector: an operation on it is one kernel, not a hundred."""
+        return torch.cat(self._views)
+
+    def segment_norms(self, flat: Tensor) -> Tensor:
+        """‖·‖₂ of each segment of a flat vector."""
+        return l2_norms(torch.split(flat, self.segments))
+
+    def norms(self, flat: Tensor) -> Tensor:
+        """‖·‖₂ of each group, √Σ of squares, and then of each matrix: the values of `paths`."""
+        norms = self.segment_norms(flat)
+        squares = norms.new_zeros(len(self.groups)).index_add_(0, self._group_of, norms.square())
+        return torch.cat([squares.sqrt(), norms[: len(self.matrices)]])
+
+    def paths(self, metric: str) -> list[str]:
+        """metric/group, …, metric/group/matrix, …"""
+        return [f"{metric}/{name}" for name in self.groups + self.matrices]
+
+
+def locate(name: str) -> tuple[str, str]:
+    """`blocks.3.mlp.out.weight` -> (`layer_03`, `mlp.out`); `embed.token.weight` -> (`embed`, `token`);
+    `head.weight` -> (`head`, `weight`)."""
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.\w+", name)
+    if block:
+        return f"layer_{int(block[1]):02d}", block[2]
+    group, _, rest = name.partition(".")
+    return group, rest.rpartition(".")[0] or rest
+
+
+def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """‖·‖₂ of each tensor as one float32 vector."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    """Tensors in the order of a layout's parameters -> one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One step of training, seen after the optimiser's step. The vectors are flat, in the order of `layout`."""
+
+    layout: Layout
+    gradient: Tensor  # after accumulation, unscaling and all-reduce, before clipping
+    clip_scale: Tensor  # (), what clipping multiplied the gradient with
+    before: Tensor  # the parameters before the step
+    after: Tensor
+    second_moment: Tensor | None  # Adam's v after the step; None for an optimiser without
+    eps: float  # Adam's
+
+    @cached_property
+    def gradient_norms(self) -> Tensor:
+        return self.layout.norms(self.gradient)
+
+    @cached_property
+    def weight_norms(self) -> Tensor:
+        return self.layout.norms(self.before)
+
+
+def grad_norm(s: Snapshot) -> Reading:
+    """‖∂L/∂W‖₂ per matrix and per block."""
+    return Reading(s.layout.paths("grad_norm"), s.gradient_norms)
+
+
+def weight_norm(s: Snapshot) -> Reading:
+    """‖W‖₂ per matrix and per block, before the step."""
+    return Reading(s.layout.paths("weight_norm"), s.weight_norms)
+
+
+def update_ratio(s: Snapshot) -> Reading:
+    """‖ΔW‖₂ / ‖W‖₂ per matrix and per block: about 1e-3 is healthy."""
+    return Reading(s.layout.paths("update_ratio"), s.layout.norms(s.after - s.before) / s.weight_norms)
+
+
+def rms_t(s: Snapshot) -> Reading:
+    """√mean(g² / max(v, ε²)) per matrix, g in v already: at most 1/√(1 − β₂) (2304.13013). Empty without Adam."""
+    if s.second_moment is None:
+        return Reading([], s.gradient[:0])
+    scaled = s.gradient / s.second_moment.sqrt().clamp_min_(s.eps)
+    norms = s.layout.segment_norms(scaled)[: len(s.layout.matrices)] * s.clip_scale
+    return Reading([f"rms_t/{name}" for name in s.layout.matrices], norms / s.layout.root_sizes)
+
+
+def layer_ratio(s: Snapshot) -> Reading:
+    """First over last block's gradient norm of W₂: below 0.05 is a sign of Post-LN's collapse."""
+    matrices = s.gradient_norms[len(s.layout.groups) :]
+    first, last = s.layout.mlp_out[0], s.layout.mlp_out[-1]
+    return Reading(["layer_ratio"], matrices[first : first + 1] / matrices[last])
+
+
+METRICS: Mapping[str, Callable[[Snapshot], Reading]] = {
+    "grad_norm": grad_norm,
+    "weight_norm": weight_norm,
+    "update_ratio": update_ratio,
+    "rms_t": rms_t,
+    "layer_ratio": layer_ratio,
+}
+
+
+class Buffer:
+    """Rows of host numbers and device vectors; `flush` brings all of them to the host in one transfer."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[dict[str, float], list[Reading]]] = []
+
+    def add(self, host: dict[str, float], device: list[Reading]) -> None:
+        self._rows.append((host, device))
+
+    def flush(self) -> list[dict[str, float]]:
+        rows, self._rows = self._rows, []
+        vectors = [reading.values for _, readings in rows for reading in readings]
+        values = iter(torch.cat(vectors).tolist() if vectors else [])
+        for row, readings in rows:
+            for reading in readings:
+                row.update(zip(reading.paths, values, strict=False))
+        return [row for row, _ in rows]

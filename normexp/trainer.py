@@ -1,0 +1,260 @@
+"""Training of one cell: steps, evaluation, checkpoints and interruption. It returns facts and judges nothing."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normexp import checkpoint
+from normexp.data import Batch, Source
+from normexp.fields import NonNegativeFloat, PositiveInt
+from normexp.model import Transformer, cross_entropy_sum, hooks
+from normexp.norms import batch_dependent, batch_statistics
+from normexp.optim import OptimConfig, build_optimizer, learning_rate
+from normexp.telemetry import METRICS, Buffer, Layout, Reading, Snapshot, TelemetryConfig, flatten, l2_norms
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: PositiveInt  # optimiser steps
+    batch_size: PositiveInt  # sequences per micro-batch: what a batch norm sees
+    grad_accum: PositiveInt  # micro-batches per step
+    clip: NonNegativeFloat  # largest total gradient norm; 0: no clipping
+    dtype: Literal["float32", "bfloat16"]  # bfloat16: autocast, float32 parameters
+    threads: PositiveInt  # of one operation on a CPU; it changes the last bits
+    eval_every: PositiveInt  # steps
+    eval_batches: PositiveInt  # fixed validation batches of batch_size sequences
+    checkpoint_every: PositiveInt  # steps
+    early_stop: bool  # end a run once it is judged collapsed or diverged
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where `fit` ended. `signal` is the number of the signal that interrupted it, None if none did."""
+
+    step: int
+    signal: int | None
+    stopped_early: bool
+
+
+class Trainer:
+    """Everything of a run that changes with its steps, and one method for each thing that happens to it."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        source: Source,
+        *,
+        optim: OptimConfig,
+        train: TrainConfig,
+        telemetry: TelemetryConfig,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.source = model.to(device).train(), source
+        self.optim, self.train, self.telemetry = optim, train, telemetry
+        self.seed, self.device = seed, device
+        self.optimizer = build_optimizer(model, optim)
+        self.layout = Layout(model)
+        self.metrics = [METRICS[name] for name in telemetry.metrics]
+        self.aux_losses, self.after_step = hooks(model, "aux_loss"), hooks(model, "after_step")
+        kept = model.state_dict()
+        self.moving = [buffer for name, buffer in model.named_buffers() if name in kept]  # running statistics
+        self.validation: list[Batch] | None = None
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self._clock, self._last_reading = time.perf_counter(), (0, 0.0)
+
+    def take_step(self) -> tuple[dict[str, float], list[Reading]]:
+        """One optimiser step on the batch of (seed, step). A step whose loss or gradient is not finite changes nothing:
+        weights, moments and running statistics stay as they were, and its row names the layers."""
+        self.step += 1
+        rate = learning_rate(self.step, self.optim, self.train.steps)
+        saved = [buffer.clone() for buffer in self.moving]
+        loss = self._backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.layout.parameters]
+        total = torch.linalg.vector_norm(l2_norms(gradients))
+        finite = bool(torch.isfinite(total + loss))
+        readings = [Reading(["train/loss", "grad_norm/total"], torch.stack([loss, total]))]
+        if finite and not self.telemetry.reads(self.step):
+            self._update(rate, total)
+        elif finite:
+            readings += self._watched_update(rate, total, flatten(gradients))
+        else:
+            for buffer, before in zip(self.moving, saved, strict=True):
+                buffer.copy_(before)
+            norms = self.layout.norms(flatten(gradients))
+            readings.append(Reading(self.layout.paths("grad_norm"), norms))
+        self.optimizer.zero_grad(set_to_none=True)
+        return self._host_values(rate), readings
+
+    def _backward(self) -> Tensor:
+        """Accumulates the gradient of the mean loss over the step's real tokens; returns that loss."""
+        batch = self.source.batch(self.seed, self.step, self.train.batch_size * self.train.grad_accum)
+        real = int((batch.targets != -100).sum())
+        self.tokens += real
+        loss = torch.zeros((), device=self.device)
+        for index, part in enumerate(micro_batches(batch, self.train.batch_size)):
+            seed_dropout(self.device, stream(self.seed, self.step, index))  # the same in every cell and after a resume
+            part_loss = self._loss_sum(part) / max(real, 1)
+            auxiliary = [hook() for hook in self.aux_losses]
+            (part_loss + sum(auxiliary) / self.train.grad_accum).backward()
+            loss += part_loss.detach()
+        return loss
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
+        mask = None if batch.mask is None else batch.mask.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.dtype == "bfloat16"):
+            logits = self.model(tokens, mask)
+        return cross_entropy_sum(logits, targets)
+
+    def _update(self, rate: float, total: Tensor) -> None:
+        if self.train.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.layout.parameters, self.train.clip, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        for hook in self.after_step:
+            hook()
+
+    @torch.no_grad()
+    def _watched_update(self, rate: float, total: Tensor, gradient: Tensor) -> list[Reading]:
+        before = self.layout.flat_parameters()
+        self._update(rate, total)
+        scale = (self.train.clip / (total + 1e-6)).clamp(max=1) if self.train.clip else torch.ones_like(total)
+        after = self.layout.flat_parameters()
+        snapshot = Snapshot(self.layout, gradient, scale, before, after, self._second_moment(), self.optim.eps)
+        return [metric(snapshot) for metric in self.metrics]
+
+    def _second_moment(self) -> Tensor | None:
+        if self.optim.name != "adamw":
+            return None
+        state = self.optimizer.state
+        moments = (state[p]["exp_avg_sq"] if p in state else torch.zeros_like(p) for p in self.layout.parameters)
+        return flatten(moments)
+
+    def _host_values(self, rate: float) -> dict[str, float]:
+        row = {"step": self.step, "tokens": self.tokens, "time": self.elapsed(), "train/lr": rate}
+        if self.telemetry.reads(self.step):
+            tokens, seconds = self._last_reading
+            row["tokens_per_second"] = (self.tokens - tokens) / max(row["time"] - seconds, 1e-9)
+            self._last_reading = self.tokens, row["time"]
+        return row
+
+    def elapsed(self) -> float:
+        """Seconds of this run so far, those before a resume included."""
+        return self.seconds + time.perf_counter() - self._clock
+
+    def evaluate(self) -> list[Reading]:
+        """Validation loss in nats per token; where norms depend on the batch, by running and by batch statistics."""
+        readings = [Reading(["val/loss"], self._validation_loss())]
+        if batch_dependent(self.model):
+            with batch_statistics(self.model):
+                readings.append(Reading(["val/loss_batch_stats"], self._validation_loss()))
+        return readings
+
+    @torch.no_grad()
+    def _validation_loss(self) -> Tensor:
+        """(1,)"""
+        if self.validation is None:
+            self.validation = self.source.validation(self.train.batch_size, self.train.eval_batches)
+        self.model.eval()
+        losses = [self._loss_sum(batch) for batch in self.validation]
+        self.model.train()
+        count = sum(int((batch.targets != -100).sum()) for batch in self.validation)
+        return torch.stack(losses).sum(0, keepdim=True) / max(count, 1)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.elapsed(),
+            "device": self.device.type,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self._clock, self._last_reading = time.perf_counter(), (self.tokens, self.seconds)
+
+
+def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
+    for start in range(0, len(batch.tokens), size):
+        rows = slice(start, start + size)
+        yield Batch(batch.tokens[rows], batch.targets[rows], None if batch.mask is None else batch.mask[rows])
+
+
+def seed_dropout(device: torch.device, seed: int) -> None:
+    """Seeds the generators that a forward pass on `device` draws from: torch.manual_seed would ask every backend."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        getattr(torch, device.type).manual_seed(seed)
+
+
+def stream(seed: int, step: int, micro_batch: int) -> int:
+    """The seed of everything random in one forward pass, dropout above all: a function of where it stands."""
+    return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def fit(
+    trainer: Trainer,
+    *,
+    path: Path,
+    log: Callable[[list[dict[str, float]]], None],
+    hopeless: Callable[[], bool],
+) -> Outcome:
+    """Trains from where `trainer` stands to the last step. Rows reach `log` before a checkpoint at `path` covers them.
+
+    `hopeless` is asked after each evaluation when `train.early_stop`. SIGINT, SIGTERM and SIGUSR2 end the step in
+    hand, save a checkpoint and return.
+    """
+    train, buffer = trainer.train, Buffer()
+    torch.set_num_threads(train.threads)
+    with interruption() as received:
+        if trainer.step == 0:
+            buffer.add({"step": 0, "tokens": 0, "time": trainer.elapsed()}, trainer.evaluate())
+        while trainer.step < train.steps:
+            host, readings = trainer.take_step()
+            last = trainer.step == train.steps
+            evaluated = last or trainer.step % train.eval_every == 0
+            buffer.add(host, readings + (trainer.evaluate() if evaluated else []))
+            saving = last or bool(received) or trainer.step % train.checkpoint_every == 0
+            if saving or evaluated or trainer.step % trainer.telemetry.flush_every == 0:
+                log(buffer.flush())
+            stopped = evaluated and not last and train.early_stop and hopeless()
+            if saving or stopped:
+                checkpoint.save(path, trainer.state())
+            if (received and not last) or stopped:
+                return Outcome(trainer.step, received[0] if received and not stopped else None, stopped)
+    return Outcome(trainer.step, None, False)
+
+
+@contextmanager
+def interruption() -> Iterator[list[int]]:
+    """Inside, the numbers of received signals are collected in the list; a second SIGINT raises KeyboardInterrupt."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

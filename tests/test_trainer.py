@@ -1,0 +1,274 @@
+"""The trainer's promises: exact resume, steps that are skipped whole, cells that differ in one variable only."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from normexp import checkpoint
+from normexp.data import Batch
+from normexp.telemetry import Buffer
+from normexp.trainer import Outcome, fit, micro_batches, stream
+from tests import tiny
+
+VOLATILE = {"time", "tokens_per_second"}
+
+
+def train(trainer, path, rows, hopeless=lambda: False, log=None):
+    return fit(trainer, path=path / "checkpoint.pt", log=log or rows.extend, hopeless=hopeless)
+
+
+def numbers(rows):
+    return [{path: value for path, value in row.items() if path not in VOLATILE} for row in rows]
+
+
+def same_weights(first, second):
+    return all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("norm", "placement"), tiny.CELLS)
+def test_every_cell_trains(norm, placement, tmp_path):
+    trainer, rows = tiny.trainer(norm, placement, train=replace(tiny.TRAIN, steps=60)), []
+    assert train(trainer, tmp_path, rows) == Outcome(60, None, False)
+    assert [row["step"] for row in rows] == list(range(61))
+    validated = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
+    assert list(validated) == [0, *range(4, 61, 4)]
+    assert validated[60] < validated[0] - 0.5
+    assert all(("val/loss_batch_stats" in row) == ("val/loss" in row and norm == "bn") for row in rows)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 6])
+@pytest.mark.parametrize("norm", ["ln", "bn"])
+def test_resume_is_bit_for_bit(norm, stop, tmp_path):
+    """Dropout on, padded rows, accumulation: as if nothing had happened, wherever the run is cut."""
+    settings = {"source": tiny.Source(padded=True), "dropout": 0.3, "train": replace(tiny.TRAIN, grad_accum=2)}
+    straight, rows = tiny.trainer(norm, **settings), []
+    train(straight, tmp_path, rows)
+    first = tiny.trainer(norm, **settings)
+    buffer = Buffer()
+    for _ in range(stop):
+        buffer.add(*first.take_step())
+    checkpoint.save(tmp_path / "cut.pt", first.state())
+    second, rest = tiny.trainer(norm, seed=0, **settings), []
+    second.load(checkpoint.load(tmp_path / "cut.pt"))
+    torch.manual_seed(12345)  # what happened meanwhile must not matter
+    train(second, tmp_path, rest)
+    assert numbers(rest) == numbers(rows[stop + 1 :])
+    assert same_weights(straight.model, second.model)
+    assert second.tokens == straight.tokens
+
+
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 5), (signal.SIGINT, 2), (signal.SIGUSR2, 7)])
+def test_a_signal_ends_the_step_saves_and_resumes(number, at, tmp_path):
+    straight, whole = tiny.trainer(), []
+    train(straight, tmp_path / "..", whole)
+    trainer, rows, take_step = tiny.trainer(), [], tiny.Trainer.take_step
+
+    def interrupted():
+        if trainer.step + 1 == at:
+            os.kill(os.getpid(), number)
+        return take_step(trainer)
+
+    trainer.take_step = interrupted
+    before = signal.getsignal(number)
+    assert train(trainer, tmp_path, rows) == Outcome(at, number, False)
+    assert signal.getsignal(number) is before
+    resumed = tiny.trainer()
+    resumed.load(checkpoint.load(tmp_path / "checkpoint.pt"))
+    assert train(resumed, tmp_path, rows).step == 8
+    assert numbers(rows) == numbers(whole)
+    assert same_weights(resumed.model, straight.model)
+
+
+def test_a_signal_in_the_last_step_leaves_a_finished_run(tmp_path):
+    trainer, take_step = tiny.trainer(), tiny.Trainer.take_step
+
+    def interrupted():
+        if trainer.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(trainer)
+
+    trainer.take_step = interrupted
+    assert train(trainer, tmp_path, []) == Outcome(8, None, False)
+
+
+def test_rows_reach_the_log_before_the_checkpoint_that_covers_them(tmp_path):
+    trainer, logged, seen = tiny.trainer(), [], []
+
+    def log(rows):
+        logged.extend(rows)
+        state = checkpoint.load(tmp_path / "checkpoint.pt")
+        seen.append((logged[-1]["step"], 0 if state is None else state["step"]))
+
+    train(trainer, tmp_path, [], log=log)
+    assert all(step > saved for step, saved in seen)
+    assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == 8
+
+
+def poison(trainer, step, value=float("nan"), layer=None):
+    """From now on, at `step` alone, the gradient of one matrix (or, without a layer, the loss) is not finite."""
+    backward = trainer._backward
+
+    def poisoned():
+        loss = backward()
+        if trainer.step == step:
+            matrix = trainer.model.head if layer is None else trainer.model.blocks[layer].mlp.out
+            matrix.weight.grad[0, 0] = value
+        return loss
+
+    trainer._backward = poisoned
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(value, tmp_path):
+    trainer, buffer = tiny.trainer("bn"), Buffer()
+    poison(trainer, 3, value, layer=1)
+    for _ in range(2):
+        buffer.add(*trainer.take_step())
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    moments = [state["exp_avg_sq"].clone() for state in trainer.optimizer.state.values()]
+    buffer.flush()
+    buffer.add(*trainer.take_step())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
+    after = [state["exp_avg_sq"] for state in trainer.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+    (row,) = buffer.flush()
+    bad = {path for path, number in row.items() if not torch.isfinite(torch.tensor(float(number)))}
+    assert bad == {"grad_norm/total", "grad_norm/layer_01", "grad_norm/layer_01/mlp.out"}
+    buffer.add(*trainer.take_step())  # and the next step is an ordinary one
+    assert all(torch.isfinite(torch.tensor(float(number))) for number in buffer.flush()[0].values())
+
+
+def test_an_infinite_input_does_not_reach_the_running_statistics():
+    trainer = tiny.trainer("bn")
+    trainer.take_step()
+    before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+    weight = trainer.model.embed.token.weight
+    kept = weight.detach().clone()
+    weight.data[:] = float("inf")
+    trainer.take_step()
+    weight.data.copy_(kept)
+    assert len(before) == 10
+    assert all(torch.equal(before[name], buffer) for name, buffer in trainer.model.named_buffers())
+
+
+def test_a_hopeless_learning_rate_is_recorded_not_raised(tmp_path):
+    trainer, rows = tiny.trainer("ln", "post", optim=replace(tiny.OPTIM, lr=1e30, warmup_steps=0)), []
+    assert train(trainer, tmp_path, rows).step == 8
+    assert rows[-1]["grad_norm/total"] != rows[-1]["grad_norm/total"]  # NaN, as it was
+    assert any(path.startswith("grad_norm/layer_00") for path in rows[-1])
+
+
+@pytest.mark.parametrize("second", [cell for cell in tiny.CELLS if cell != ("ln", "pre")])
+def test_two_cells_differ_in_norm_and_placement_alone(second):
+    """Shared parameters, batches, dropout draws and the weight-decay set are the same, step by step."""
+    cells = [tiny.trainer(*cell, dropout=0.5) for cell in (("ln", "pre"), second)]
+    first, other = (dict(trainer.model.named_parameters()) for trainer in cells)
+    shared = [name for name in first if name in other and "norm" not in name]
+    assert len(shared) == 28
+    assert all(torch.equal(first[name], other[name]) for name in shared)
+    decayed = [
+        {n for n, p in t.model.named_parameters() if any(p is q for q in t.optimizer.param_groups[0]["params"])}
+        for t in cells
+    ]
+    assert decayed[0] == decayed[1]
+    seen = []
+    for trainer in cells:
+        batches, draws = [], []
+        batch = trainer.source.batch
+
+        def recorded(*arguments, batches=batches, batch=batch):
+            batches.append(batch(*arguments))
+            return batches[-1]
+
+        trainer.source.batch = recorded
+        for module in trainer.model.modules():
+            if type(module).__name__ == "Embed":
+                module.register_forward_hook(lambda _, __, out, draws=draws: draws.append(out == 0))
+            if type(module).__name__ in ("Attention", "MLP"):
+                module.register_forward_hook(lambda _, __, out, draws=draws: draws.append(out == 0))
+        for _ in range(3):
+            trainer.take_step()
+        seen.append((batches, draws))
+    for a, b in zip(*(batches for batches, _ in seen), strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.targets, b.targets)
+    masks = [draws for _, draws in seen]
+    assert len(masks[0]) == 3 * 5
+    assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
+    assert not torch.equal(masks[0][0], masks[0][5])  # and another step draws others
+
+
+def test_micro_batches_and_random_streams():
+    batch = tiny.Source(padded=True).batch(0, 1, 6)
+    parts = list(micro_batches(batch, 2))
+    assert [len(part.tokens) for part in parts] == [2, 2, 2]
+    assert torch.equal(torch.cat([part.mask for part in parts]), batch.mask)
+    values = {stream(seed, step, part) for seed in range(4) for step in range(50) for part in range(4)}
+    assert len(values) == 800
+    assert all(0 <= value < 2**63 for value in values)
+
+
+def test_auxiliary_losses_and_after_step_hooks(tmp_path):
+    model_hooks = {"aux": 0, "after": 0}
+    trainer = tiny.trainer(train=replace(tiny.TRAIN, grad_accum=2, batch_size=2))
+    plain = tiny.trainer(train=replace(tiny.TRAIN, grad_accum=2, batch_size=2))
+    gain = trainer.model.blocks[0].norm["attn_in"].weight
+    trainer.aux_losses = [lambda: (model_hooks.update(aux=model_hooks["aux"] + 1), 3 * gain.sum())[1]]
+    trainer.after_step = [lambda: model_hooks.update(after=model_hooks["after"] + 1)]
+    captured = []
+    for each in (trainer, plain):
+        loss = each._backward() if not each.step else None
+        captured.append((loss, each.model.blocks[0].norm["attn_in"].weight.grad.clone()))
+    torch.testing.assert_close(captured[0][1], captured[1][1] + 3)  # the mean over micro-batches
+    assert captured[0][0] == captured[1][0]  # the reported loss is the cross-entropy alone
+    trainer.optimizer.zero_grad()
+    trainer.take_step()
+    assert model_hooks == {"aux": 4, "after": 1}
+
+
+def test_early_stop_asks_after_evaluations_only(tmp_path):
+    asked = []
+    trainer = tiny.trainer(train=replace(tiny.TRAIN, early_stop=True))
+    outcome = train(trainer, tmp_path, [], hopeless=lambda: asked.append(trainer.step) or True)
+    assert (outcome, asked) == (Outcome(4, None, True), [4])
+    assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == 4
+    off = tiny.trainer()
+    assert train(off, tmp_path, [], hopeless=lambda: True) == Outcome(8, None, False)
+
+
+def test_bfloat16_stays_near_float32_and_keeps_float32_parameters(tmp_path):
+    rows = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer, rows[dtype] = tiny.trainer(train=replace(tiny.TRAIN, dtype=dtype)), []
+        train(trainer, tmp_path, rows[dtype])
+        assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    losses = [[row["train/loss"] for row in rows[dtype][1:]] for dtype in rows]
+    assert losses[0] == pytest.approx(losses[1], abs=0.03)
+    assert losses[0] != losses[1]
+
+
+def test_an_evaluation_between_two_steps_changes_nothing():
+    """Nor does it fail in place, BatchNorm and accumulation included."""
+    trainers = [tiny.trainer("bn", train=replace(tiny.TRAIN, grad_accum=2)) for _ in range(2)]
+    for index, trainer in enumerate(trainers):
+        for _ in range(3):
+            trainer.take_step()
+            if index:
+                trainer.evaluate()
+    assert same_weights(trainers[0].model, trainers[1].model)
+    assert trainers[1].model.training
+
+
+def test_pads_are_not_counted_as_tokens():
+    trainer = tiny.trainer(source=tiny.Source(padded=True))
+    trainer.take_step()
+    assert trainer.tokens == int(tiny.Source(padded=True).batch(0, 1, 4).mask.sum())
+
+
+def test_batch_is_a_plain_tuple_of_tensors():
+    assert Batch._fields == ("tokens", "targets", "mask")

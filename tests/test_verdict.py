@@ -1,0 +1,125 @@
+"""Verdicts on histories made by hand, one for each rule and each side of its thresholds."""
+
+import math
+
+import numpy as np
+import pytest
+
+from normexp.verdict import History, judge, spike_mask, spike_score
+
+H1, VOCABULARY = 3.024, 65
+
+
+def history(loss, val, *, initial=4.4, grad_norm=None, batch_stats=None, ratios=None):
+    rows = [{"step": 0, "val/loss": initial}]
+    for index, value in enumerate(loss):
+        row = {
+            "step": index + 1,
+            "train/loss": value,
+            "grad_norm/total": 1.0 if grad_norm is None else grad_norm[index],
+        }
+        nonfinite = [path for path in ("train/loss", "grad_norm/total") if not math.isfinite(row[path])]
+        row = {path: None if path in nonfinite else value for path, value in row.items()}
+        rows.append(row | ({"nonfinite": nonfinite} if nonfinite else {}) | (ratios or {}).get(index + 1, {}))
+    rows[-1] |= {"val/loss": val} | ({} if batch_stats is None else {"val/loss_batch_stats": batch_stats})
+    return rows
+
+
+def verdict(rows, warmup_steps=0):
+    return judge(rows, unigram_entropy=H1, vocab_size=VOCABULARY, warmup_steps=warmup_steps)
+
+
+FALLING = list(np.linspace(4.4, 2.2, 200))
+FLAT = [4.4] + [3.03] * 199
+
+
+def test_trained():
+    result = verdict(history(FALLING, 2.2))
+    assert (result.verdict, result.first_bad_step) == ("trained", None)
+    assert "0.824 below" in result.reason
+
+
+@pytest.mark.parametrize(("val", "expected"), [(2.98, "collapsed"), (2.97, "trained"), (3.03, "collapsed")])
+def test_collapsed_stands_within_a_margin_of_the_unigram_entropy(val, expected):
+    assert verdict(history(FLAT, val)).verdict == expected
+
+
+def test_collapsed_names_the_first_vanished_layer():
+    ratios = {
+        3: {"layer_ratio": 0.2, "grad_norm/layer_00": 0.2, "grad_norm/layer_01": 1.0},
+        5: {"layer_ratio": 0.04, "grad_norm/layer_00": 0.04, "grad_norm/layer_01": 0.03, "grad_norm/layer_02": 1.0},
+        9: {"layer_ratio": 0.01, "grad_norm/layer_00": 0.01, "grad_norm/layer_01": 1.0},
+    }
+    result = verdict(history(FLAT, 3.02, ratios=ratios))
+    assert (result.verdict, result.first_bad_step, result.first_bad_layer) == ("collapsed", 5, "layer_01")
+
+
+def test_undecided_while_falling_or_warming_up():
+    falling = list(np.linspace(4.4, 3.1, 200))
+    assert verdict(history(falling, 3.1)).verdict == "undecided"
+    assert verdict(history(FLAT, 3.02), warmup_steps=200).verdict == "undecided"
+    assert verdict(history(FLAT, 3.02), warmup_steps=199).verdict == "collapsed"
+    assert verdict(history([4.4, 4.0], 4.0)).verdict == "undecided"
+    assert verdict([]).verdict == "undecided"
+
+
+def test_diverged_ends_above_its_start_or_the_uniform_loss():
+    rising = [3.0] * 50 + list(np.linspace(3.0, 8.0, 150))
+    result = verdict(history(rising, 8.0))
+    assert result.verdict == "diverged"
+    expected = 50 + math.ceil((math.log(65) + 0.05 - 3.0) / 5.0 * 149) + 1
+    assert result.first_bad_step == expected
+    assert verdict(history(FLAT, math.log(65) + 0.051)).verdict == "diverged"
+    assert verdict(history(FLAT, math.log(65) + 0.049)).verdict == "collapsed"
+    assert verdict(history(FLAT, 3.5, initial=3.4)).verdict == "diverged"
+
+
+def test_diverged_when_the_end_is_not_finite():
+    loss = FALLING[:150] + [math.nan] * 50
+    rows = history(loss, 2.5)
+    rows[151]["nonfinite"] += [
+        "grad_norm/embed",
+        "grad_norm/layer_00",
+        "grad_norm/layer_01",
+        "grad_norm/layer_01/mlp.out",
+    ]
+    result = verdict(rows)
+    assert (result.verdict, result.first_bad_step, result.first_bad_layer) == ("diverged", 151, "layer_01")
+    rows[151]["nonfinite"].append("grad_norm/head")
+    assert verdict(rows).first_bad_layer is None  # the forward pass itself
+    assert verdict(history(FALLING, None)).verdict == "diverged"
+
+
+def test_one_skipped_step_is_no_divergence():
+    grad_norm = [1.0] * 200
+    grad_norm[70] = math.inf
+    assert verdict(history(FALLING, 2.2, grad_norm=grad_norm)).verdict == "trained"
+
+
+def test_batch_statistics_decide_for_batch_norm():
+    rows = history(FALLING, 6.5, batch_stats=2.3)
+    assert verdict(rows).verdict == "trained"
+    assert History.of(rows).val_loss == 2.3
+
+
+def test_unstable_counts_spikes_of_loss_or_gradient():
+    noise = np.random.default_rng(0)
+    loss = np.linspace(3.0, 2.2, 400) + 0.01 * noise.standard_normal(400)
+    grad_norm = np.ones(400) + 0.05 * noise.standard_normal(400)
+    assert verdict(history(list(loss), 2.2, grad_norm=list(grad_norm))).verdict == "trained"
+    grad_norm[[100, 200, 250, 300, 350]] = 50.0
+    result = verdict(history(list(loss), 2.2, grad_norm=list(grad_norm)))
+    assert (result.verdict, result.first_bad_step) == ("unstable", 101)
+    assert "5 of 400" in result.reason
+
+
+def test_spikes_are_compared_before_they_join_the_window():
+    values = np.tile([1.0, 1.2], 50)  # mean 1.1, σ 0.1
+    values[80] = 1.1 + 6 * 0.1 + 0.001
+    assert np.flatnonzero(spike_mask(values)).tolist() == [80]
+    values[80] = 1.1 + 6 * 0.1 - 0.001
+    assert not spike_mask(values).any()
+    values[80] = np.nan
+    assert np.flatnonzero(spike_mask(values)).tolist() == [80]
+    assert spike_score(values) == 0.01
+    assert not spike_mask(np.array([1.0, 99.0])).any()  # no full window
