@@ -1,0 +1,169 @@
+"""One cell, from a checked config to a judged run in its folder."""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from normexp import checkpoint
+from normexp.config import Config, norm_path
+from normexp.data import Source
+from normexp.init import initialise
+from normexp.model import Transformer
+from normexp.progress import Progress
+from normexp.runs import RunFolder, git_commit, machine, run_id, versions
+from normexp.summary import read_rows, summarise
+from normexp.trackers import Jsonl, Null, Row, Wandb, open_tracker
+from normexp.trainer import Outcome, Trainer, fit
+
+
+def open_source(config: Config) -> Source:
+    return config.data(cache=config.results / "cache")
+
+
+def run_folder(config: Config, source: Source) -> RunFolder:
+    return RunFolder(config.results / "runs" / run_id(config.resolved, source.sha256))
+
+
+def run(config: Config, group: str | None, tell: Callable[[str], None]) -> RunFolder:
+    """Trains the cell, goes on with it where it was broken off, or finds it finished. `group`: of runs, for wandb."""
+    source = open_source(config)
+    folder = run_folder(config, source)
+    if folder.status() == "finished":
+        tell(f"run {folder.path.name} is finished already; another value of any field is another run")
+        return folder
+    with folder.lock(tell):
+        if folder.status() != "finished":  # else the process that held it has done all
+            folder.refuse_other_device(config.device.type)
+            _train(config, source, folder, group)
+    return folder
+
+
+def build(config: Config, source: Source) -> Transformer:
+    """The model at its initial weights."""
+    model = Transformer(config.model, source.vocab_size, norm=config.norm, placement=config.placement)
+    initialise(model, config.seed)
+    if any(hasattr(block, "calibrate") for block in model.blocks):
+        batch = source.batch(config.seed, 1, config.train.batch_size)
+        model.calibrate(batch.tokens, batch.mask)
+    return model
+
+
+def _train(config: Config, source: Source, folder: RunFolder, group: str | None) -> None:
+    facts = _facts(config, folder)
+    with _recorded_fault(folder, facts):
+        folder.write_config(config.resolved)
+        folder.write_summary(facts)
+        model = build(config, source)
+        facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        trainer = build_trainer(config, source, model)
+        state = checkpoint.load(folder.checkpoint)
+        if state is not None:
+            trainer.load(state)
+        last_step = -1 if state is None else trainer.step
+        with Jsonl(folder.metrics, last_step) as local, _tracker(config, folder, local, group) as tracker:
+            outcome = _fit(config, source, folder, trainer, [local.write, tracker.log])
+            summary = facts | _summarise(config, source, folder) | _ended(outcome)
+            tracker.finish(summary)
+        folder.write_summary(summary | {"wandb_url": tracker.url})
+
+
+def build_trainer(config: Config, source: Source, model: Transformer) -> Trainer:
+    schedules = {"optim": config.optim, "train": config.train, "telemetry": config.telemetry}
+    return Trainer(model, source, seed=config.seed, device=config.device, **schedules)  # type: ignore[arg-type]
+
+
+def _tracker(config: Config, folder: RunFolder, local: Jsonl, group: str | None) -> Wandb | Null:
+    return open_tracker(
+        config.tracker,
+        folder=folder.path,
+        run_id=folder.path.name,
+        name=folder.path.name,
+        group=group,
+        tags=config.tracker.tags,
+        resolved=config.resolved,
+        history=local.history(),
+    )
+
+
+def _fit(
+    config: Config, source: Source, folder: RunFolder, trainer: Trainer, sinks: list[Callable[[Sequence[Row]], None]]
+) -> Outcome:
+    def hopeless() -> bool:
+        return _summarise(config, source, folder)["verdict"] in ("collapsed", "diverged")
+
+    with Progress(config.train.steps, folder.path.name, trainer.step) as progress:
+
+        def log(rows: list[dict[str, float]]) -> None:
+            for sink in sinks:
+                sink(rows)
+            with suppress(OSError):  # a terminal that is gone is no reason to stop
+                for row in rows:
+                    _show(progress, row)
+
+        return fit(trainer, path=folder.checkpoint, log=log, hopeless=hopeless)
+
+
+def _show(progress: Progress, row: dict[str, float]) -> None:
+    progress.update(
+        int(row["step"]),
+        loss=row.get("train/loss"),
+        lr=row.get("train/lr"),
+        grad_norm=row.get("grad_norm/total"),
+        tokens_per_second=row.get("tokens_per_second"),
+    )
+
+
+def _facts(config: Config, folder: RunFolder) -> dict[str, Any]:
+    """What is known of a run before its first step."""
+    return {
+        "run_id": folder.path.name,
+        "status": "running",
+        "cell": config.cell,
+        "depth": config.model.depth,
+        "warmup_steps": config.optim.warmup_steps,
+        "lr": config.optim.lr,
+        "seed": config.seed,
+        "init": config.model.init,
+        "norm_path": norm_path(config),
+        "device": config.device.type,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "machine": _machine(config.device),
+    }
+
+
+def _machine(device: torch.device) -> str:
+    return f"{machine()}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else machine()
+
+
+def _summarise(config: Config, source: Source, folder: RunFolder) -> dict[str, Any]:
+    return summarise(
+        read_rows(folder.metrics),
+        unigram_entropy=source.unigram_entropy,
+        vocab_size=source.vocab_size,
+        bytes_per_token=source.bytes_per_token,
+        warmup_steps=config.optim.warmup_steps,
+    )
+
+
+def _ended(outcome: Outcome) -> dict[str, Any]:
+    if outcome.signal is not None:  # a part of a run has no verdict
+        return {"status": "interrupted", "signal": outcome.signal, "verdict": None, "reason": None}
+    return {"status": "finished", "stopped_early": outcome.stopped_early}
+
+
+@contextmanager
+def _recorded_fault(folder: RunFolder, facts: dict[str, Any]) -> Iterator[None]:
+    """Leaves `traceback.txt` and the status `failed` (Ctrl-C: `interrupted`) behind, and lets the exception pass."""
+    (folder.path / "traceback.txt").unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        (folder.path / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        folder.write_summary(facts | {"status": status, "error": reason})
+        raise

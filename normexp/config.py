@@ -1,0 +1,207 @@
+"""What a composed config means: its leaves cast and checked, its choices turned into factories.
+
+Plain mappings in, a frozen `Config` out; every refusal is a UserError of one line, and nothing is created.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from normexp import kernels
+from normexp.data import Source
+from normexp.fields import NonNegativeInt, UserError, cast_arguments, cast_dataclass, suggest
+from normexp.model import ModelConfig
+from normexp.optim import OptimConfig
+from normexp.placements import Block, NormFactory
+from normexp.telemetry import METRICS, TelemetryConfig
+from normexp.trackers import TrackerConfig
+from normexp.trainer import TrainConfig
+
+CELL = ("norm", "placement", "model", "data", "optim")  # the groups whose choices name a cell
+BY_BLOCK = ("norm", "attention", "mlp", "width", "layer", "depth")  # what the model gives to each block
+LARGEST_SEED = 2**63 - 1  # of torch's and numpy's generators
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The composed config, as yaml files and command line give it."""
+
+    model: ModelConfig
+    norm: Mapping[str, Any]
+    placement: Mapping[str, Any]
+    data: Mapping[str, Any]
+    optim: OptimConfig
+    train: TrainConfig
+    telemetry: TelemetryConfig
+    tracker: TrackerConfig
+    seed: NonNegativeInt
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    results: Path
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig
+    norm: NormFactory
+    placement: Callable[..., Block]
+    data: Callable[..., Source]  # called with cache=<folder>
+    optim: OptimConfig
+    train: TrainConfig
+    telemetry: TelemetryConfig
+    tracker: TrackerConfig
+    seed: int
+    device: torch.device  # the one that `auto` stands for
+    results: Path  # absolute
+    cell: dict[str, str]  # group -> name of its choice
+    resolved: dict[str, Any]  # all of it as plain values, for config.yaml and the hash
+
+
+def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> Config:
+    """`node`: interpolations resolved. `choices`: names of the chosen files, by group. `folder`: the directory the
+    command was given in, which relative paths start from."""
+    tree = cast_dataclass(node, Tree, "")
+    for group in CELL:
+        if not isinstance(choices.get(group), str):  # a list such as norm=[ln,bn]
+            raise UserError(f"{group}: is not one choice; give {group}=<name>")
+    arguments = {
+        "norm": _choice(tree.norm, "norm", first_positional=True),
+        "placement": _choice(tree.placement, "placement", provided=BY_BLOCK),
+        "data": _choice(tree.data, "data", provided=("cache",)),
+    }
+    if arguments["data"].keywords.get("path"):
+        arguments["data"].keywords["path"] = str(absolute(arguments["data"].keywords["path"], folder))
+    config = Config(
+        **{**vars(tree), **arguments, "device": _device(tree.device), "results": absolute(tree.results, folder)},
+        cell={group: choices[group] for group in CELL},
+        resolved={},
+    )
+    config.resolved.update(_resolved(tree, arguments, config))
+    _check_schedule(config)
+    _check_model(config)
+    _check_context(config)
+    _check_norm(config)
+    return config
+
+
+def absolute(path: str | Path, folder: Path) -> Path:
+    """`path` as seen from `folder`; `~` is the home directory."""
+    return Path(os.path.normpath(folder / Path(path).expanduser()))
+
+
+def locate(dotted: str, path: str) -> Callable[..., Any]:
+    """The class or function at `package.module.name`."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except Exception as error:  # importing runs the user's own code
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path}._target_={dotted}: cannot be imported ({reason}); give the dotted name of a class in a module "
+            "that is installed or lies in the current directory"
+        ) from error
+    if not callable(target):
+        raise UserError(f"{path}._target_={dotted}: is not a class or function")
+    return target
+
+
+def _choice(
+    node: Any, path: str, provided: Collection[str] = (), first_positional: bool = False
+) -> functools.partial[Any]:
+    if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+        raise UserError(f"{path}._target_: is missing; give the dotted name of a class")
+    target = locate(node["_target_"], path)
+    if first_positional:
+        provided = list(inspect.signature(target).parameters)[:1]
+    return functools.partial(target, **cast_arguments(node, target, path, provided))
+
+
+def _resolved(tree: Tree, choices: Mapping[str, functools.partial[Any]], config: Config) -> dict[str, Any]:
+    """Plain values only; paths absolute. `device` stays as given, since `auto` is no fact about the run."""
+    plain: dict[str, Any] = asdict(tree) | {"results": config.results, "cell": config.cell}
+    for group, factory in choices.items():
+        target = getattr(tree, group)["_target_"]
+        plain[group] = {"_target_": target, "_partial_": True, **factory.keywords}
+    resolved: dict[str, Any] = _plain(plain)
+    return resolved
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _device(name: str) -> torch.device:
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, present in available.items() if present))
+    if not available[name]:
+        there = " or ".join(f"device={kind}" for kind, present in available.items() if present)
+        raise UserError(f"device={name}: torch finds none on this machine; give device=auto or {there}")
+    return torch.device(name)
+
+
+def _check_schedule(config: Config) -> None:
+    warmup, steps = config.optim.warmup_steps, config.train.steps
+    if warmup > steps:
+        raise UserError(f"optim.warmup_steps={warmup}: is longer than train.steps={steps}; give {steps} or less")
+    if config.seed > LARGEST_SEED:
+        raise UserError(f"seed={config.seed}: is too large; give {LARGEST_SEED} or less")
+    for name in config.telemetry.metrics:
+        if name not in METRICS:
+            raise UserError(f"telemetry.metrics={name}: there is no such metric{suggest(name, METRICS)}")
+
+
+def _check_model(config: Config) -> None:
+    width, heads = config.model.width, config.model.heads
+    if width % heads:
+        below = width - width % heads
+        near = f"{below} or {below + heads}" if below else f"{heads}"
+        raise UserError(f"model.width={width}: is no multiple of model.heads={heads}; give {near}")
+    if config.model.position == "rotary" and width // heads % 2:
+        raise UserError(
+            f"model.position=rotary: rotates pairs, and model.width={width} over model.heads={heads} leaves "
+            f"{width // heads} channels a head, an odd number; give a width of {2 * heads} times a number"
+        )
+
+
+def _check_context(config: Config) -> None:
+    for group in ("norm", "data"):
+        context = config.resolved[group].get("context", config.model.context)
+        if context != config.model.context:
+            raise UserError(
+                f"{group}.context={context}: is not model.context={config.model.context}; give the latter only"
+            )
+
+
+def _check_norm(config: Config) -> None:
+    name, width = config.cell["norm"], config.model.width
+    try:
+        norm = config.norm(width)
+    except Exception as error:  # a norm may be the user's own code
+        raise UserError(f"norm={name}: cannot be built for width {width} ({type(error).__name__}: {error})") from error
+    norm_path(config)
+    problem = getattr(norm, "problem", None)
+    reason = problem(config.train.batch_size, config.model.context) if problem else None
+    if reason:
+        rows = f"train.batch_size={config.train.batch_size} model.context={config.model.context}"
+        raise UserError(f"norm={name}: {reason} ({rows})")
+
+
+def norm_path(config: Config) -> str:
+    """The arithmetic that the norm runs by: one of `kernels.path`, or `torch` where the norm leaves no choice."""
+    kernel = config.resolved["norm"].get("kernel", "torch")
+    dtype = getattr(torch, config.train.dtype)
+    try:
+        return kernels.path(kernel, config.device, dtype, config.model.width, f"norm={config.cell['norm']}")
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"norm.kernel={kernel}: {error}") from error

@@ -1,0 +1,64 @@
+"""The list of a sweep's cells: what is refused, what it is called, and how it stands."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from normexp import sweeps
+from normexp.fields import UserError
+from normexp.runs import RunFolder
+
+
+def folder_of(path: Path | Exception) -> Path:
+    if isinstance(path, Exception):
+        raise path
+    return path
+
+
+def test_a_mistake_in_one_cell_is_that_cells_and_one_in_all_is_raised(tmp_path):
+    mistake, fault = UserError("optim.lr=-1: must be a finite number > 0"), KeyError("deep")
+    planned = sweeps.plan([(["a=1"], tmp_path), (["a=2"], mistake), (["a=3"], fault)], folder_of)
+    assert [cell.error for cell in planned] == [None, str(mistake), "KeyError: 'deep'"]
+    assert [cell.folder for cell in planned] == [tmp_path, None, None]
+    with pytest.raises(UserError, match=r"^optim"):
+        sweeps.plan([(["a=2"], mistake), (["a=3"], fault)], folder_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "same"),
+    [
+        ("depth", ["+sweep=depth"], True),
+        ("depth", ["+sweep=depth", "hydra/launcher=joblib", "results=out", "tracker.mode=disabled"], True),
+        ("depth", ["+sweep=depth", "train.steps=10"], False),
+    ],
+)
+def test_a_named_sweep_keeps_its_name_while_it_is_as_on_file(name, overrides, same):
+    assert (sweeps.folder_name(name, overrides) == name) == same
+    assert sweeps.folder_name(name, overrides).startswith(name)
+
+
+def test_a_sweep_without_a_name_has_that_of_its_overrides_in_any_order():
+    first = sweeps.folder_name(None, ["norm=ln,rms", "seed=0,1"])
+    assert sweeps.folder_name(None, ["seed=0,1", "norm=ln,rms", "device=cpu"]) == first
+    assert sweeps.folder_name(None, ["seed=0,2", "norm=ln,rms"]) != first
+
+
+def test_the_list_is_read_from_the_run_folders(tmp_path):
+    run = tmp_path / "runs" / "ln-pre"
+    run.mkdir(parents=True)
+    RunFolder(run).write_summary({"status": "failed", "error": "ValueError: no"})
+    cells = [
+        sweeps.Cell(("norm=ln", "seed=0"), run, None),
+        sweeps.Cell(("norm=rms", "seed=0"), tmp_path / "runs" / "rms-pre", None),
+        sweeps.Cell(("norm=bn", "seed=0"), None, "norm=bn: no"),
+    ]
+    records = sweeps.write(tmp_path / "sweeps" / "s", ["-m", "norm=ln,rms,bn", "data.path='a b'"], "running", cells)
+    assert [record["status"] for record in records] == ["failed", "not run", "refused"]
+    written = json.loads((tmp_path / "sweeps" / "s" / "sweep.json").read_text())
+    assert written["cells"] == records
+    assert written["command"] == """python -m normexp.train -m norm=ln,rms,bn 'data.path='"'"'a b'"'"''"""
+    lines = sweeps.table(records).splitlines()
+    assert lines[0].split() == ["cell", "status", "verdict", "folder", "error"]
+    assert lines[1].split() == ["norm=ln", "failed", "-", str(run), "ValueError:", "no"]
+    assert lines[3].split() == ["norm=bn", "refused", "-", "-", "norm=bn:", "no"]
