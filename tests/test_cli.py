@@ -270,6 +270,16 @@ def test_everything_of_a_sweep_lies_under_results_whatever_hydra_does_with_direc
     assert sorted(path.name for path in folder.iterdir()) == ["multirun.yaml", "sweep.json"]
 
 
+def test_the_cells_of_a_sweep_have_their_own_runs_in_wandb(here, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert train.main(["-m", "seed=0,1", *SHORT, "tracker.mode=offline"]) == 0
+    for run in runs_in(here):
+        (log,) = run.path.glob("wandb/offline-run-*/*.wandb")
+        assert log.name == f"run-{run.path.name}.wandb"
+        assert log.stat().st_size > 1000
+    assert len(runs_in(here)) == 2
+
+
 def test_a_sweep_file_names_its_folder(here):
     (here / "conf" / "sweep").mkdir(parents=True)
     sweep = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      norm: ln,rms\n      seed: 0,1\n"

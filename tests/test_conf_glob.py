@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import normexp
 from normexp import cell, commandline, config
 
 FILES = sorted(normexp.CONF.rglob("*.yaml"))
 CHOICES = [path.relative_to(normexp.CONF) for path in FILES if path.parent.parent == normexp.CONF]
+DEFAULT_GROUPS = {
+    group
+    for entry in yaml.safe_load((normexp.CONF / "config.yaml").read_text())["defaults"]
+    if isinstance(entry, dict)
+    for group in entry
+}
 SMALL = ["device=cpu", "model.depth=1", "model.width=16", "model.heads=2", "model.context=16", "train.batch_size=2"]
 GIVEN = {"data/text": ["data.path='{corpus}'"]}  # what a choice leaves to the user
 
@@ -31,7 +38,8 @@ def test_a_choice_composes_builds_and_takes_a_step(choice, corpus, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     group, name = str(choice.parent), choice.stem
     given = [override.format(corpus=corpus) for override in GIVEN.get(f"{group}/{name}", [])]
-    composed = commandline.compose([f"{group}={name}", *given, *SMALL])
+    added = "" if group in DEFAULT_GROUPS else "+"  # a recipe or a sweep
+    composed = commandline.compose([f"{added}{group}={name}", *given, *SMALL])
     loaded = config.load(composed.values, composed.choices, composed.folder)
     if group in loaded.cell:
         assert loaded.cell[group] == name
