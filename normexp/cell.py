@@ -63,7 +63,7 @@ def _train(config: Config, source: Source, folder: RunFolder, group: str | None)
         if state is not None:
             trainer.load(state)
         last_step = -1 if state is None else trainer.step
-        with Jsonl(folder.metrics, last_step) as local, _tracker(config, folder, local, group) as tracker:
+        with Jsonl(folder.metrics, last_step) as local, open_mirror(config, folder, local, group) as tracker:
             outcome = _fit(config, source, folder, trainer, [local.write, tracker.log])
             summary = facts | _summarise(config, source, folder) | _ended(outcome)
             tracker.finish(summary)
@@ -75,7 +75,7 @@ def build_trainer(config: Config, source: Source, model: Transformer) -> Trainer
     return Trainer(model, source, seed=config.seed, device=config.device, **schedules)  # type: ignore[arg-type]
 
 
-def _tracker(config: Config, folder: RunFolder, local: Jsonl, group: str | None) -> Wandb | Null:
+def open_mirror(config: Config, folder: RunFolder, local: Jsonl, group: str | None) -> Wandb | Null:
     return open_tracker(
         config.tracker,
         folder=folder.path,

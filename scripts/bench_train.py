@@ -34,7 +34,7 @@ class Side:
         composed = commandline.compose([*overrides, f"results={self.folder}"])
         checked = config.load(composed.values, composed.choices, composed.folder)
         source = cell.open_source(checked)
-        self.trainer = cell.new_trainer(checked, source)
+        self.trainer = cell.build_trainer(checked, source, cell.build(checked, source))
         self.buffer, self.local = Buffer(), Jsonl(self.folder / "metrics.jsonl", -1)
         run = runs.RunFolder(self.folder)
         self.mirror = cell.open_mirror(checked, run, self.local, None) if checked.tracker.mode == "offline" else Null()
