@@ -224,6 +224,8 @@ def fit(
     train, buffer = trainer.train, Buffer()
     torch.set_num_threads(train.threads)
     with interruption() as received:
+        if train.early_stop and trainer.step and trainer.step % train.eval_every == 0 and hopeless():
+            return Outcome(trainer.step, None, True)  # killed between its last checkpoint and its summary
         if trainer.step == 0:
             buffer.add({"step": 0, "tokens": 0, "time": trainer.elapsed()}, trainer.evaluate())
         while trainer.step < train.steps:
@@ -231,14 +233,15 @@ def fit(
             last = trainer.step == train.steps
             evaluated = last or trainer.step % train.eval_every == 0
             buffer.add(host, readings + (trainer.evaluate() if evaluated else []))
-            saving = last or bool(received) or trainer.step % train.checkpoint_every == 0
+            interrupted = bool(received) and not last  # asked once: a signal from here on ends the next step
+            saving = last or interrupted or trainer.step % train.checkpoint_every == 0
             if saving or evaluated or trainer.step % trainer.telemetry.flush_every == 0:
                 log(buffer.flush())
             stopped = evaluated and not last and train.early_stop and hopeless()
             if saving or stopped:
                 checkpoint.save(path, trainer.state())
-            if (received and not last) or stopped:
-                return Outcome(trainer.step, received[0] if received and not stopped else None, stopped)
+            if stopped or interrupted:
+                return Outcome(trainer.step, None if stopped else received[0], stopped)
     return Outcome(trainer.step, None, False)
 
 

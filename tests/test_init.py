@@ -8,6 +8,7 @@ import torch
 from tests import tiny
 
 WIDTH, DEPTH = 64, 3
+SMALL = (2 / (5 * WIDTH)) ** 0.5
 
 
 def stds(scheme: str, **changes) -> dict[str, float]:
@@ -18,8 +19,7 @@ def stds(scheme: str, **changes) -> dict[str, float]:
 @pytest.mark.parametrize(("scheme", "qkv", "o", "into", "out", "embed", "head"), [
     ("xavier", (2 / 128) ** 0.5, (2 / 128) ** 0.5, (2 / 320) ** 0.5, (2 / 320) ** 0.5, 1.0, 1 / 8),
     ("gpt2", 0.02, 0.02 / 6**0.5, 0.02, 0.02 / 6**0.5, 0.02, 0.02),
-    ("small", (2 / 320) ** 0.5, (2 / 320) ** 0.5 / 6**0.5, (2 / 320) ** 0.5, (2 / 320) ** 0.5 / 6**0.5, (2 / 320) ** 0.5,
-     (2 / 320) ** 0.5),
+    ("small", SMALL, SMALL / 6**0.5, SMALL, SMALL / 6**0.5, SMALL, SMALL),
     ("torch", 1 / (8 * 3**0.5), 1 / (8 * 3**0.5), 1 / (8 * 3**0.5), 1 / (16 * 3**0.5), 1.0, 1 / (8 * 3**0.5)),
 ])  # fmt: skip
 def test_standard_deviation_of_every_matrix(scheme, qkv, o, into, out, embed, head):

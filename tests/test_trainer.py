@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from normexp import checkpoint
-from normexp.data import Batch
 from normexp.telemetry import Buffer
 from normexp.trainer import Outcome, fit, micro_batches, stream
 from tests import tiny
@@ -237,6 +236,9 @@ def test_early_stop_asks_after_evaluations_only(tmp_path):
     outcome = train(trainer, tmp_path, [], hopeless=lambda: asked.append(trainer.step) or True)
     assert (outcome, asked) == (Outcome(4, None, True), [4])
     assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == 4
+    killed_after = tiny.trainer(train=replace(tiny.TRAIN, early_stop=True))
+    killed_after.load(checkpoint.load(tmp_path / "checkpoint.pt"))
+    assert train(killed_after, tmp_path, [], hopeless=lambda: True) == Outcome(4, None, True)
     off = tiny.trainer()
     assert train(off, tmp_path, [], hopeless=lambda: True) == Outcome(8, None, False)
 
@@ -270,5 +272,16 @@ def test_pads_are_not_counted_as_tokens():
     assert trainer.tokens == int(tiny.Source(padded=True).batch(0, 1, 4).mask.sum())
 
 
-def test_batch_is_a_plain_tuple_of_tensors():
-    assert Batch._fields == ("tokens", "targets", "mask")
+def test_a_signal_during_an_evaluation_is_not_lost(tmp_path):
+    """It ends the next step, and the checkpoint that it saves is of that step."""
+    trainer, evaluate = tiny.trainer(), tiny.Trainer.evaluate
+
+    def interrupted():
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(trainer)
+
+    trainer.evaluate = interrupted
+    outcome = train(trainer, tmp_path, [])
+    assert outcome.signal == signal.SIGTERM
+    assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == outcome.step
