@@ -239,9 +239,13 @@ def test_an_offline_resume_replays_the_history_into_a_new_run(tmp_path, surround
     assert mirrored_steps(local) == list(range(81))
 
 
-def test_history_and_new_rows_may_overlap(tmp_path, surroundings):
+def test_each_row_is_one_log_call_and_none_is_repeated(tmp_path, surroundings):
+    import wandb
+
+    called = []
+    surroundings.setattr(wandb.Run, "log", lambda run, data, step, commit: called.append((step, data, commit)))
     mirrored(tmp_path, rows(3, 8), history=rows(0, 5), mode="offline")
-    assert mirrored_steps(*local_runs(tmp_path)) == list(range(9))
+    assert called == [(step, row(step), True) for step in range(9)]
 
 
 def test_disabled_does_not_even_import_wandb(tmp_path):
@@ -294,11 +298,14 @@ def test_an_unknown_mode_in_the_environment_is_refused(monkeypatch):
 
 
 class Server(ThreadingHTTPServer):
-    """Keeps the history lines of each run by their offset, as wandb's server does. `broken`: answers 500 to all."""
+    """Keeps the history lines of each run by their offset, as wandb's server does, and counts what it is sent.
+
+    `broken`: it answers 500 to everything.
+    """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.runs, self.broken = {}, False
+        self.runs, self.received, self.broken = {}, 0, False
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *of):
@@ -340,6 +347,7 @@ class Handler(BaseHTTPRequestHandler):
             sent = (json.loads(body).get("files") or {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
             lines = self.server.runs.setdefault(self.path.split("/")[-2], {})
             lines.update(enumerate(sent["content"], start=sent["offset"]))
+            self.server.received += len(sent["content"])
             return self.reply({"limits": {}})
         asked = json.loads(body)
         return self.reply({"data": self.server.answer(asked.get("query", ""), asked.get("variables", {}))})
@@ -370,12 +378,18 @@ def server(surroundings):
         server.shutdown()
 
 
-def test_an_online_resume_sends_no_row_twice(tmp_path, server):
+def test_an_online_resume_sends_no_row_twice(tmp_path, server, surroundings):
+    import wandb
+
     first = mirrored(tmp_path, rows(0, 72))
     assert server.steps("rms-pre") == list(range(73))
     assert first.url == f"{server.url}/me/normexp/runs/rms-pre"
+    called, log = [], wandb.Run.log
+    surroundings.setattr(wandb.Run, "log", lambda run, data, **of: (called.append(of["step"]), log(run, data, **of)))
     mirrored(tmp_path, rows(51, 90), history=rows(0, 50))
+    assert called == list(range(73, 91))
     assert server.steps("rms-pre") == list(range(91))
+    assert server.received == 91
     assert sync_command(tmp_path) is None
 
 
@@ -403,6 +417,7 @@ def test_an_offline_start_goes_on_online(tmp_path, server):
 
 
 def test_a_network_that_breaks_down_ends_the_run_in_a_bounded_time(tmp_path, server, surroundings, caplog):
+    assert mirror.SETTINGS["finish_timeout"] == mirror.FINISH_TIMEOUT == 30
     surroundings.setattr(mirror, "FINISH_TIMEOUT", 1.0)
     surroundings.setitem(mirror.SETTINGS, "finish_timeout", 1.0)
     tracker = opened(tmp_path)
