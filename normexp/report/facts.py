@@ -1,0 +1,77 @@
+"""What a reader must know before the numbers: what was run, by what, where; and what is not counted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from datetime import UTC, datetime
+from typing import Any
+
+from normexp.report.study import Frame, Study, missing, text, verdict_counts
+from normexp.results import STATUSES, VERDICTS
+
+Facts = list[tuple[str, str]]
+
+
+def facts(study: Study, command: str) -> Facts:
+    """(name, text) pairs; those that the runs say nothing about are left out."""
+    table, sweep = study.runs.table, study.runs.source.sweep
+    known = [
+        ("runs", _counts(study)),
+        ("verdicts", ", ".join(f"{count} {verdict}" for verdict, count in _verdicts(study.finished))),
+        ("varied", "; ".join(f"{name}: {', '.join(map(text, study.levels(name)))}" for name in study.varying)),
+        ("fixed", ", ".join(f"{name} {text(value)}" for name, value in study.fixed.items())),
+        ("seeds", ", ".join(map(text, sorted(set(study.finished["seed"]))))),
+        ("made by", str(sweep.get("command", ""))),
+        ("reported by", command),
+        ("commit", _unique(table, "git_commit")),
+        ("versions", _unique(table, "versions.")),
+        ("machine", _unique(table, "machine")),
+        ("norm path", _unique(table, "norm_path")),
+        ("training time", _seconds(table)),
+        ("written", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
+    ]
+    return [(name, value) for name, value in known if value]
+
+
+def _counts(study: Study) -> str:
+    table, source = study.runs.table, study.runs.source
+    statuses = [(int((table["status"] == status).sum()) if len(table) else 0, status) for status in STATUSES]
+    left_out = {"twins": study.twins, "damaged": study.runs.damaged, "not started": source.absent}
+    parts = [f"{len(study.finished)} counted"]
+    parts += [f"{count} {status}" for count, status in statuses if status != "finished" and count]
+    parts += [f"{len(found)} {name}" for name, found in left_out.items() if found]
+    return ", ".join(parts)
+
+
+def _verdicts(finished: Frame) -> list[tuple[str, int]]:
+    counts = verdict_counts(finished) if len(finished) else {}
+    return [(verdict, counts[verdict]) for verdict in VERDICTS if verdict in counts]
+
+
+def _unique(table: Frame, prefix: str) -> str:
+    """`torch 2.13.0, normexp 0.1.0`: the values of the columns with this prefix; several where the runs differ."""
+    told = []
+    for column in sorted(column for column in table.columns if column.startswith(prefix)):
+        values = sorted({text(value) for value in table[column] if not missing(value)})
+        told += [" ".join(filter(None, [column[len(prefix) :].strip("."), " / ".join(values)]))] if values else []
+    return ", ".join(told)
+
+
+def _seconds(table: Frame) -> str:
+    seconds = [float(value) for value in table.get("seconds", []) if not missing(value)]
+    return f"{sum(seconds) / 60:.1f} minutes over {len(seconds)} runs" if seconds else ""
+
+
+def uncounted(study: Study) -> list[tuple[str, str]]:
+    """(what, why) of everything that enters no statistic and no figure."""
+    found = [(damaged.folder.name, f"damaged: {damaged.reason}") for damaged in study.runs.damaged]
+    found += [(absent.overrides, f"not started: {absent.reason}") for absent in study.runs.source.absent]
+    found += [(left_out, f"same cell and seed as {counted}") for left_out, counted in study.twins]
+    table = study.runs.table
+    rows = table[table["status"] != "finished"].to_dict("records") if len(table) else []
+    return found + [(str(row["run_id"]), _unfinished(row)) for row in rows]
+
+
+def _unfinished(row: dict[Hashable, Any]) -> str:
+    told = [row["status"], row.get("error"), row.get("reason")]
+    return ": ".join(str(part) for part in told if not missing(part))

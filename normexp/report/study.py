@@ -1,0 +1,151 @@
+"""Runs -> cells. A cell is every value of the config that can change a number, the seed aside.
+
+Six factors have short names and are always told (norm, placement, depth, warmup_steps, lr, init); any further field
+that varies among the runs is a factor too, under its name on the command line, so that seeds are never pooled over it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from normexp.results import FACTORS, LEARNED, VERDICTS, Runs
+
+NAMED = tuple(name for name in FACTORS if name != "seed")
+# What of a config can change a number; `telemetry` and `tracker` only watch.
+NUMERIC_FIELDS = re.compile(r"(norm|placement|model|data|optim|train)\..+")
+# What a reader wants to know of the fields that do not vary.
+TOLD = ("train.steps", "train.batch_size", "train.grad_accum", "model.context", "model.width", "optim.name")
+
+Frame = pd.DataFrame
+Values = dict[str, Any]  # factor -> its value
+
+
+@dataclass(frozen=True)
+class Study:
+    runs: Runs
+    finished: Frame  # the rows that count: every statistic and figure is of these
+    factors: tuple[str, ...]  # the named ones, then the further fields that vary
+    varying: tuple[str, ...]  # factors with two values or more
+    fixed: Values  # fields that are the same everywhere
+    twins: tuple[tuple[str, str], ...]  # (left out, counted): run ids with the same cell and seed
+
+    def levels(self, factor: str) -> list[Any]:
+        return levels(self.finished, factor)
+
+    def others(self, *used: str) -> tuple[str, ...]:
+        return tuple(factor for factor in self.varying if factor not in used)
+
+    def cells(self) -> Iterator[tuple[Values, Frame]]:
+        return split(self.finished, self.factors)
+
+
+def study(runs: Runs) -> Study:
+    table = runs.table
+    finished = table[table["status"] == "finished"] if len(table) else pd.DataFrame(columns=["run_id", *FACTORS])
+    fields = [name for name in finished.columns if NUMERIC_FIELDS.fullmatch(name) and name not in FACTORS.values()]
+    factors = (*NAMED, *(name for name in fields if _is_factor(finished, name)))
+    finished, twins = _without_twins(finished, [*factors, "seed"])
+    varying = tuple(name for name in factors if len(levels(finished, name)) > 1)
+    told = [name for name in (*NAMED, *TOLD) if name in finished.columns and name not in varying]
+    fixed = {name: finished[name].iloc[0] for name in told if len(finished)}
+    return Study(runs, finished, factors, varying, fixed, twins)
+
+
+def _without_twins(table: Frame, key: list[str]) -> tuple[Frame, tuple[tuple[str, str], ...]]:
+    """A cell and seed counts once, however often it was run (with other telemetry, or by an older version)."""
+    first: dict[tuple[str, ...], str] = {}
+    twins = []
+    for run_id, *values in table[["run_id", *key]].itertuples(index=False):
+        counted = first.setdefault(tuple(text(value) for value in values), run_id)
+        if counted != run_id:
+            twins.append((run_id, counted))
+    return table[~table["run_id"].isin([left_out for left_out, _ in twins])], tuple(twins)
+
+
+def _is_factor(table: Frame, name: str) -> bool:
+    """A norm's own field differs between norms by nature: it is a factor only if it differs within one norm."""
+    group = name.partition(".")[0]
+    if group not in ("norm", "placement"):
+        return len(levels(table, name)) > 1
+    return any(len(levels(rows, name)) > 1 for _, rows in table.groupby(group))
+
+
+def levels(table: Frame, factor: str) -> list[Any]:
+    """Numbers by size; names by the alphabet, but `pre`, the usual baseline, first; a field that a cell lacks last."""
+    found = list({None if missing(value) else value for value in table[factor]})
+    if is_number(found):
+        return sorted(found, key=lambda value: math.inf if value is None else value)
+    return sorted(found, key=lambda value: (value is None, value != "pre", str(value)))
+
+
+def is_number(values: list[Any]) -> bool:
+    known = [value for value in values if value is not None]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
+
+
+def missing(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def split(table: Frame, factors: tuple[str, ...]) -> Iterator[tuple[Values, Frame]]:
+    """(factor values, rows) of each combination that occurs, in the order of the factors' levels."""
+    if not factors:
+        yield {}, table
+        return
+    first, *rest = factors
+    for level in levels(table, first):
+        for values, part in split(at(table, {first: level}), tuple(rest)):
+            yield {first: level} | values, part
+
+
+def at(table: Frame, values: Values) -> Frame:
+    """The rows with these values; None finds those that lack the field."""
+    for name, value in values.items():
+        table = table[table[name].isna() if value is None else table[name] == value]
+    return table
+
+
+def learned(rows: Frame) -> int:
+    return int(rows["verdict"].isin(LEARNED).sum())
+
+
+def losses(rows: Frame) -> list[float]:
+    """Final validation losses in nats per token; a non-finite one, or none at all, is `inf`."""
+    return [math.inf if missing(value) else float(value) for value in rows["val_loss"]]
+
+
+def verdict_counts(rows: Frame) -> dict[str, int]:
+    counts = rows["verdict"].value_counts()
+    return {verdict: int(counts[verdict]) for verdict in VERDICTS if verdict in counts}
+
+
+def factor_text(name: str, value: object) -> str:
+    """`depth 6`, `warmup 200`, `init xavier`; a further field under its name on the command line."""
+    return f"{'warmup' if name == 'warmup_steps' else name} {text(value)}"
+
+
+def describe(values: Values) -> str:
+    """`ln post, depth 6, warmup 200, lr 0.003, init xavier`: the norm and the placement need no word before them."""
+    alone = [text(values[name]) for name in ("norm", "placement") if name in values]
+    named = [factor_text(name, value) for name, value in values.items() if name not in ("norm", "placement")]
+    return ", ".join([*([" ".join(alone)] if alone else []), *named])
+
+
+def text(value: object) -> str:
+    """A factor's value as people write it: 0.003, 1e-05 as 1e-5, a missing one as a dash."""
+    if missing(value):
+        return "–"
+    if isinstance(value, float):
+        return re.sub(r"e([-+])0*(\d)", r"e\1\2", f"{value:.4g}").replace("e+", "e")
+    return str(value)
+
+
+def slug(values: Values) -> str:
+    """A file-name part with neither `=`, `,` nor spaces."""
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", f"{name.split('.')[-1]}-{text(v)}") for name, v in values.items())
