@@ -3,6 +3,7 @@
 B: sequences, T: positions, C: channels. `mask` is True at real tokens, None when every token is real. Statistics are
 float32 whatever the dtype of x; ε stands inside the square root; gain 1 and bias 0 at the start.
 A norm whose statistics cross samples sets `batch_dependent` and says in `problem` which micro-batches it cannot take.
+A norm that is, in evaluation, something without parameters times a scale plus a shift says so in `unfold`.
 """
 
 from collections.abc import Iterator
@@ -15,10 +16,21 @@ from torch.nn import functional as F
 
 from normexp import kernels
 from normexp.fields import PositiveFloat, PositiveInt, UnitInterval
+from normexp.kernels.formula import statistics_dtype
 
 Cast = Literal["input", "float32"]  # where x̂ returns to the dtype of x: before its gain (LLaMA), or after (Gemma)
 Kernel = Literal["auto", "triton", "torch", "compile"]
 Statistics = Literal["batch_time", "position", "cumulative"]
+
+
+Unfolded = tuple[nn.Module, Tensor | None, Tensor | None]  # norm(x) = module(x) · scale + shift, in evaluation
+
+
+class Identity(nn.Module):
+    """x."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x
 
 
 class LayerNorm(nn.Module):
@@ -33,6 +45,10 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return kernels.layer_norm(x, self.weight, self.bias, self.eps, cast=self.cast, kernel=self.kernel)
 
+    def unfold(self, dim: int) -> Unfolded:
+        plain = LayerNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel)
+        return plain, self.weight, self.bias
+
 
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + ε) · γ, the mean over C, per token; no centring, no bias (1910.07467)."""
@@ -44,6 +60,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps, cast=self.cast, kernel=self.kernel)
+
+    def unfold(self, dim: int) -> Unfolded:
+        return RMSNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel), self.weight, None
 
 
 class BatchNorm(nn.Module):
@@ -100,18 +119,29 @@ class BatchNorm(nn.Module):
         own = self.training or self.frozen
         if (self.stats == "batch_time" and mask is None) or (self.stats != "position" and not own):
             return self._dense(x, own)
+        wide = x.to(statistics_dtype(x.dtype))
         if own:
-            mean, var = self._statistics(x.float(), mask)
+            mean, var = self._statistics(wide, mask)
         else:
             mean, var = self.running_mean[: x.shape[1]], self.running_var[: x.shape[1]]
-        y = (x.float() - mean) * torch.rsqrt(var + self.eps)
+        y = (wide - mean) * torch.rsqrt(var + self.eps)
         if self.weight is not None and self.bias is not None:
             y = y * self.weight + self.bias
         return y.to(x.dtype)
 
+    def unfold(self, dim: int) -> Unfolded:
+        """The whole norm: with running statistics it is linear in x."""
+        if self.stats == "position":
+            raise ValueError("its running statistics differ by position (norm.stats=position)")
+        scale = torch.rsqrt(self.running_var + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        shift = -self.running_mean * scale
+        return Identity(), scale, shift if self.bias is None else shift + self.bias
+
     def _dense(self, x: Tensor, own: bool) -> Tensor:
         """One statistic per channel for all tokens: torch's own operator, over (B·T, C)."""
-        flat = x.float().reshape(-1, x.shape[-1])
+        flat = x.to(statistics_dtype(x.dtype)).reshape(-1, x.shape[-1])
         mean, var = (None, None) if self.frozen else (self.running_mean, self.running_var)
         y = F.batch_norm(flat, mean, var, self.weight, self.bias, own, self.momentum, self.eps)
         return y.view(x.shape).to(x.dtype)

@@ -7,7 +7,7 @@ A placement names its norm `sites`, says whether the trunk needs a `final_norm`,
 - `calibrate(x, mask) -> Tensor`: a forward pass of the block that sets its constants, once, before the first step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ class Block(nn.Module):
 
     sites: ClassVar[tuple[str, ...]]
     final_norm: ClassVar[bool]
+    feeds: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # site -> the linear layers that alone read its norm's output
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class PreNorm(Block):
 
     sites = ("attn_in", "mlp_in")
     final_norm = True
+    feeds: ClassVar = {"attn_in": ("attn.q", "attn.k", "attn.v"), "mlp_in": ("mlp.in", "mlp.gate")}
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attn(self.norm["attn_in"](x, mask), mask)
