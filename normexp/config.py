@@ -167,6 +167,11 @@ def _check_model(config: Config) -> None:
         below = width - width % heads
         near = f"{below} or {below + heads}" if below else f"{heads}"
         raise UserError(f"model.width={width}: is no multiple of model.heads={heads}; give {near}")
+    if round(config.model.mlp_ratio * width) < 1:
+        raise UserError(
+            f"model.mlp_ratio={config.model.mlp_ratio:g}: leaves an MLP of width {width} no hidden channel; "
+            f"give {1 / width:g} or more"
+        )
     if config.model.position == "rotary" and width // heads % 2:
         raise UserError(
             f"model.position=rotary: rotates pairs, and model.width={width} over model.heads={heads} leaves "

@@ -6,6 +6,7 @@ Pure Python: no config framework and no torch. Every refusal is a `UserError` of
 import difflib
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -203,6 +204,8 @@ def _is_bool_text(value: Any) -> bool:
 def _int(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+        return int(value)  # exactly: a float has 53 bits
     number = _float(value)
     return int(number) if number.is_integer() else _refuse()
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from normexp.model import Transformer
+from normexp.model import Transformer, in_norm
 
 RESIDUAL = ("attn.o", "mlp.out")  # the last matrix of each sublayer, which writes into the stream
 
@@ -27,10 +27,12 @@ def initialise(model: Transformer, seed: int) -> None:
     `gpt2`: N(0, 0.02), residual projections ÷ √(2N);
     `small`: N(0, √(2 / (5d))), residual projections ÷ √(2N) (1910.05895);
     `torch`: torch's defaults, U(±1/√fan_in) for matrices and biases, embeddings N(0, 1).
-    Biases start at 0, but for `torch`. A tied matrix is drawn at N(0, 1/d) under `xavier` and `torch`: at N(0, 1) it
-    would give logits of size √d.
+    Biases start at 0, but for `torch`. With a tied head, embeddings are drawn at N(0, 1/d) under `xavier` and `torch`:
+    at N(0, 1) they would give logits of size √d.
     """
     for name, module in model.named_modules():
+        if in_norm(name):
+            continue
         if isinstance(module, nn.Embedding):
             _draw(module.weight, _embedding_std(model), seed, f"{name}.weight")
         elif isinstance(module, nn.Linear) and not (name == "head" and model.config.tied):

@@ -103,6 +103,11 @@ class Transformer(nn.Module):
         return logits
 
 
+def in_norm(name: str) -> bool:
+    """Whether a module or parameter of that name is a norm's or lies in one."""
+    return bool({"norm", "final_norm"} & set(name.split(".")))
+
+
 def hooks(model: nn.Module, name: str) -> list[Callable[[], Any]]:
     """The optional methods called `name` of the modules inside the model, in forward order."""
     return [getattr(module, name) for module in model.modules() if hasattr(module, name) and module is not model]

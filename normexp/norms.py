@@ -2,7 +2,8 @@
 
 B: sequences, T: positions, C: channels. `mask` is True at real tokens, None when every token is real. Statistics are
 float32 whatever the dtype of x; ε stands inside the square root; gain 1 and bias 0 at the start.
-A norm whose statistics cross samples sets `batch_dependent` and says in `problem` which micro-batches it cannot take.
+A norm whose statistics cross samples says in `problem` which micro-batches it cannot take, and while its attribute
+`frozen` is true it normalises by the batch in hand and leaves its running statistics alone.
 A norm that is, in evaluation, something without parameters times a scale plus a shift says so in `unfold`.
 """
 
@@ -16,10 +17,9 @@ from torch.nn import functional as F
 
 from normexp import kernels
 from normexp.fields import PositiveFloat, PositiveInt, UnitInterval
+from normexp.kernels import Cast, Kernel
 from normexp.kernels.formula import statistics_dtype
 
-Cast = Literal["input", "float32"]  # where x̂ returns to the dtype of x: before its gain (LLaMA), or after (Gemma)
-Kernel = Literal["auto", "triton", "torch", "compile"]
 Statistics = Literal["batch_time", "position", "cumulative"]
 
 
@@ -78,7 +78,6 @@ class BatchNorm(nn.Module):
     evaluation uses those (torch's rule). Statistics that no token or a single one supports leave them as they were.
     """
 
-    batch_dependent = True
     running_mean: Tensor
     running_var: Tensor
 
@@ -187,17 +186,17 @@ def accumulate(count: Tensor, mean: Tensor, square: Tensor) -> tuple[Tensor, Ten
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside, every BatchNorm normalises by the statistics of the batch in hand and moves no running ones."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    """Inside, every batch norm normalises by the statistics of the batch in hand and moves no running ones."""
+    norms = [module for module in model.modules() if hasattr(module, "frozen")]
     for norm in norms:
-        norm.frozen = True
+        setattr(norm, "frozen", True)  # noqa: B010  the type checker knows no attributes of a module
     try:
         yield
     finally:
         for norm in norms:
-            norm.frozen = False
+            setattr(norm, "frozen", False)  # noqa: B010
 
 
 def batch_dependent(model: nn.Module) -> bool:
     """Whether any norm in the model takes statistics across samples."""
-    return any(getattr(module, "batch_dependent", False) for module in model.modules())
+    return any(hasattr(module, "frozen") for module in model.modules())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from normexp.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, UnitInterval
+from normexp.model import in_norm
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: the matrices of linear and embedding layers decay, all else (gains, biases) never does.
+    """Two groups: the matrices of linear and embedding layers decay, all else (biases, and whatever a norm has) never.
 
     The rule goes by module type, so every norm is treated alike; each trainable parameter is in exactly one group.
     """
     decayed = {
-        id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)
+        id(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and not in_norm(name)
     }
     matrices = [p for p in model.parameters() if p.requires_grad and id(p) in decayed]
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in decayed]

@@ -81,11 +81,9 @@ class Layout:
 def locate(name: str) -> tuple[str, str]:
     """`blocks.3.mlp.out.weight` -> (`layer_03`, `mlp.out`); `embed.token.weight` -> (`embed`, `token`);
     `head.weight` -> (`head`, `weight`)."""
-    block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.\w+", name)
-    if block:
-        return f"layer_{int(block[1]):02d}", block[2]
-    group, _, rest = name.partition(".")
-    return group, rest.rpartition(".")[0] or rest
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+    group, rest = (f"layer_{int(block[1]):02d}", block[2]) if block else name.split(".", 1)
+    return group, re.sub(r"\.weight$", "", rest)
 
 
 def l2_norms(tensors: Sequence[Tensor]) -> Tensor:

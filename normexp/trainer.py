@@ -1,8 +1,9 @@
 """Training of one cell: steps, evaluation, checkpoints and interruption. It returns facts and judges nothing."""
 
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from normexp import checkpoint
 from normexp.data import Batch, Source
-from normexp.fields import NonNegativeFloat, PositiveInt
+from normexp.fields import NonNegativeFloat, PositiveInt, UserError
 from normexp.model import Transformer, cross_entropy_sum, hooks
 from normexp.norms import batch_dependent, batch_statistics
 from normexp.optim import OptimConfig, build_optimizer, learning_rate
@@ -36,6 +37,7 @@ class TrainConfig:
     eval_batches: PositiveInt  # fixed validation batches of batch_size sequences
     checkpoint_every: PositiveInt  # steps
     early_stop: bool  # end a run once it is judged collapsed or diverged
+    compile: bool  # the model by torch.compile
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Trainer:
         self.model, self.source = model.to(device).train(), source
         self.optim, self.train, self.telemetry = optim, train, telemetry
         self.seed, self.device = seed, device
+        self.forward = torch.compile(self.model) if train.compile else self.model
         self.optimizer = build_optimizer(model, optim)
         self.layout = Layout(model)
         self.metrics = [METRICS[name] for name in telemetry.metrics]
@@ -83,7 +86,8 @@ class Trainer:
         loss = self._backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.layout.parameters]
         total = torch.linalg.vector_norm(l2_norms(gradients))
-        finite = bool(torch.isfinite(total + loss))
+        moved = [buffer.sum() for buffer in self.moving if buffer.is_floating_point()]
+        finite = bool(torch.isfinite(torch.stack([loss, total, *moved])).all())
         readings = [Reading(["train/loss", "grad_norm/total"], torch.stack([loss, total]))]
         if finite and not self.telemetry.reads(self.step):
             self._update(rate, total)
@@ -115,7 +119,7 @@ class Trainer:
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         mask = None if batch.mask is None else batch.mask.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.dtype == "bfloat16"):
-            logits = self.model(tokens, mask)
+            logits = self.forward(tokens, mask)
         return cross_entropy_sum(logits, targets)
 
     def _update(self, rate: float, total: Tensor) -> None:
@@ -185,6 +189,11 @@ class Trainer:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        """UserError for the state of another type of device: that one gives other numbers."""
+        if state["device"] != self.device.type:
+            raise UserError(
+                f"device={self.device.type}: the run was begun on {state['device']}; give that, or delete it"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
@@ -215,40 +224,44 @@ def fit(
     path: Path,
     log: Callable[[list[dict[str, float]]], None],
     hopeless: Callable[[], bool],
+    received: Sequence[int],
 ) -> Outcome:
     """Trains from where `trainer` stands to the last step. Rows reach `log` before a checkpoint at `path` covers them.
 
-    `hopeless` is asked after each evaluation when `train.early_stop`. SIGINT, SIGTERM and SIGUSR2 end the step in
-    hand, save a checkpoint and return.
+    `hopeless` is asked after each evaluation when `train.early_stop`. `received`: what `interruption` collects; once it
+    holds a signal, the step in hand is ended and a checkpoint saved.
     """
     train, buffer = trainer.train, Buffer()
     torch.set_num_threads(train.threads)
-    with interruption() as received:
-        if train.early_stop and trainer.step and trainer.step % train.eval_every == 0 and hopeless():
-            return Outcome(trainer.step, None, True)  # killed between its last checkpoint and its summary
-        if trainer.step == 0:
-            buffer.add({"step": 0, "tokens": 0, "time": trainer.elapsed()}, trainer.evaluate())
-        while trainer.step < train.steps:
-            host, readings = trainer.take_step()
-            last = trainer.step == train.steps
-            evaluated = last or trainer.step % train.eval_every == 0
-            buffer.add(host, readings + (trainer.evaluate() if evaluated else []))
-            interrupted = bool(received) and not last  # asked once: a signal from here on ends the next step
-            saving = last or interrupted or trainer.step % train.checkpoint_every == 0
-            if saving or evaluated or trainer.step % trainer.telemetry.flush_every == 0:
-                log(buffer.flush())
-            stopped = evaluated and not last and train.early_stop and hopeless()
-            if saving or stopped:
-                checkpoint.save(path, trainer.state())
-            if stopped or interrupted:
-                return Outcome(trainer.step, None if stopped else received[0], stopped)
+    if train.early_stop and 0 < trainer.step < train.steps and trainer.step % train.eval_every == 0 and hopeless():
+        return Outcome(trainer.step, None, True)  # killed between its last checkpoint and its summary
+    if trainer.step == 0:
+        buffer.add({"step": 0, "tokens": 0, "time": trainer.elapsed()}, trainer.evaluate())
+    while trainer.step < train.steps:
+        host, readings = trainer.take_step()
+        last = trainer.step == train.steps
+        evaluated = last or trainer.step % train.eval_every == 0
+        buffer.add(host, readings + (trainer.evaluate() if evaluated else []))
+        interrupted = bool(received) and not last  # asked once: a signal from here on ends the next step
+        saving = last or interrupted or trainer.step % train.checkpoint_every == 0
+        if saving or evaluated or trainer.step % trainer.telemetry.flush_every == 0:
+            log(buffer.flush())
+        stopped = evaluated and not last and train.early_stop and hopeless()
+        if saving or stopped:
+            checkpoint.save(path, trainer.state())
+        if stopped or interrupted:
+            return Outcome(trainer.step, None if stopped else received[0], stopped)
     return Outcome(trainer.step, None, False)
 
 
 @contextmanager
 def interruption() -> Iterator[list[int]]:
-    """Inside, the numbers of received signals are collected in the list; a second SIGINT raises KeyboardInterrupt."""
+    """Inside, SIGINT, SIGTERM and SIGUSR2 end nothing: their numbers are collected in the list. A second SIGINT raises
+    KeyboardInterrupt. In another thread than the main one, which alone may handle signals, the list stays empty."""
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and number in received:

@@ -69,7 +69,8 @@ def column(rows: Sequence[Row], path: str) -> Floats:
 def judge(rows: Sequence[Row], *, unigram_entropy: float, vocab_size: int, warmup_steps: int) -> Verdict:
     """The first of these that holds, for the rows of a run in the order of their steps:
 
-    diverged: a non-finite final loss or gradient, or a final loss more than 0.05 above min(initial loss, ln V);
+    diverged: a non-finite final validation loss, a last quarter without one finite step, or a final loss more than
+    0.05 above min(initial loss, ln V);
     collapsed: a final loss above H₁ − 0.05 on a plateau, after the warmup;
     undecided: above H₁ − 0.05, but still moving or in the warmup;
     unstable: learned, with a spike score of loss or gradient norm above 0.01;
@@ -91,30 +92,29 @@ def judge(rows: Sequence[Row], *, unigram_entropy: float, vocab_size: int, warmu
 
 def _diverged(history: History, ceiling: float) -> Verdict | None:
     bad = ~(np.isfinite(history.loss) & np.isfinite(history.grad_norm))
-    if bad[-1] or math.isnan(history.val_loss):
-        first = int(history.steps[np.argmax(bad)]) if bad.any() else int(history.steps[-1])
-        frozen = f"not finite at {int(bad.sum())} of {len(bad)} steps, the last one included"
-        reason = f"loss or gradient {frozen}" if bad[-1] else "the final validation loss is not finite"
-        return Verdict("diverged", reason, first, non_finite_layer(history.rows[int(np.argmax(bad))]))
+    frozen = bool(bad[-max(len(bad) // 4, 1) :].all())
+    if frozen or math.isnan(history.val_loss):
+        first = int(np.argmax(bad)) if bad.any() else len(bad) - 1
+        count = f"loss or gradient not finite at {int(bad.sum())} of {len(bad)} steps"
+        reason = f"{count}, the whole last quarter included" if frozen else "the final validation loss is not finite"
+        return Verdict("diverged", reason, int(history.steps[first]), non_finite_layer(history.rows[first]))
     if history.val_loss > ceiling:
         below = np.flatnonzero(history.loss <= ceiling)
         first = int(history.steps[min(below[-1] + 1, len(bad) - 1)]) if len(below) else int(history.steps[0])
-        return Verdict(
-            "diverged", f"validation loss {history.val_loss:.3f} ends above {ceiling:.3f}, where it began", first
-        )
+        reason = f"validation loss {history.val_loss:.3f} ends above min(initial, ln V) + {MARGIN} = {ceiling:.3f}"
+        return Verdict("diverged", reason, first)
     return None
 
 
 def non_finite_layer(row: Row) -> str | None:
     """The layer where a non-finite gradient arose: it spreads towards the input, so the last one that has it.
 
-    None when the head has it too: then the forward pass was already not finite.
+    None where the loss is not finite either: then it arose in the forward pass.
     """
-    layers = [
-        path.removeprefix("grad_norm/") for path in row.get("nonfinite", []) if re.fullmatch(r"grad_norm/\w+", path)
-    ]
-    layers = [layer for layer in layers if layer != "total"]
-    return None if not layers or "head" in layers else layers[-1]
+    bad = row.get("nonfinite", [])
+    layers = [path.removeprefix("grad_norm/") for path in bad if re.fullmatch(r"grad_norm/(?!total$)\w+", path)]
+    ends = {"embed": 0, "final_norm": 2, "head": 3}  # the blocks stand between, in the order of their names
+    return None if "train/loss" in bad or not layers else max(layers, key=lambda name: (ends.get(name, 1), name))
 
 
 def _collapsed(history: History, unigram_entropy: float, warmup_steps: int) -> Verdict | None:
@@ -126,11 +126,16 @@ def _collapsed(history: History, unigram_entropy: float, warmup_steps: int) -> V
     quarter = len(history.loss) // 4
     if quarter == 0:
         return Verdict("undecided", f"{above}, after {len(history.loss)} steps only")
-    change = float(np.nanmean(history.loss[-quarter:]) - np.nanmean(history.loss[-2 * quarter : -quarter]))
-    if abs(change) >= PLATEAU:
+    change = finite_mean(history.loss[-quarter:]) - finite_mean(history.loss[-2 * quarter : -quarter])
+    if not abs(change) < PLATEAU:
         return Verdict("undecided", f"{above}, but the training loss still moves ({change:+.3f} nats in a quarter)")
     step, layer = first_collapsed_layer(history.rows)
-    return Verdict("collapsed", f"plateau at the unigram entropy: {above}", step, layer)
+    return Verdict("collapsed", f"on a plateau: {above}", step, layer)
+
+
+def finite_mean(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def first_collapsed_layer(rows: Sequence[Row]) -> tuple[int | None, str | None]:

@@ -10,6 +10,7 @@ from hydra.errors import HydraException
 import normexp
 from normexp import commandline, config, norms, placements, runs
 from normexp.fields import UserError
+from normexp.model import Transformer
 
 MINE = """
 import torch
@@ -69,11 +70,11 @@ def test_choices_are_factories(default):
 
 
 def test_gpt2_is_the_124_million_model():
-    model = load("model=gpt2").model
-    per_block = 12 * model.width**2 + 13 * model.width
-    total = model.depth * per_block + (50257 + model.context + 2) * model.width
-    assert total == 124_439_808
-    assert (model.heads, model.tied, model.bias, model.init, model.mlp) == (12, True, True, "gpt2", "gelu")
+    loaded = load("model=gpt2")
+    with torch.device("meta"):
+        built = Transformer(loaded.model, 50257, norm=loaded.norm, placement=loaded.placement)
+    assert sum(parameter.numel() for parameter in built.parameters()) == 124_439_808
+    assert (loaded.model.heads, loaded.model.init, loaded.model.mlp) == (12, "gpt2", "gelu")
 
 
 def test_resolved_holds_plain_cast_values(default):
@@ -123,6 +124,10 @@ REFUSED = [
     ("optim.betas=[.9,.98,.99]", "optim.betas=[0.9,0.98,0.99]: must be a list of exactly 2 values"),
     ("model.mlp=rellu", "model.mlp=rellu: must be one of relu, gelu, swiglu (did you mean relu?)"),
     ("train.steps=0", "train.steps=0: must be an integer >= 1"),
+    (
+        "model.mlp_ratio=0.001",
+        "model.mlp_ratio=0.001: leaves an MLP of width 64 no hidden channel; give 0.015625 or more",
+    ),
     ("seed=-1", "seed=-1: must be an integer >= 0"),
     ("seed=9223372036854775808", "seed=9223372036854775808: is too large; give 9223372036854775807 or less"),
     ("model.bias=1", "model.bias=1: must be true or false"),

@@ -268,3 +268,14 @@ def test_more_than_256_characters_keep_their_ids(read):
     assert read(ascending(300), validation=0.5).validation(1, 1)[0].tokens[0, 0] == 150
     planes = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
     assert read(planes, validation=0.01).validation(1, 1)[0].tokens[0, 0] == 69_300
+
+
+def test_unigram_entropy_of_padded_rows_is_that_of_their_targets(cache):
+    """What a model that knows the unigram distribution and nothing else scores on all validation rows."""
+    source = kjv(tokenizer="characters", shape="padded", context=32, cache=cache)
+    batch = source.validation(source._validation.count, 1)[0]
+    targets = batch.targets[batch.targets != IGNORED].numpy()
+    counts = np.bincount(np.asarray(source._train.ids), minlength=source.vocab_size) + 1
+    expected = -np.log(counts / counts.sum())[targets].mean()
+    assert source.unigram_entropy == pytest.approx(expected, rel=1e-9)
+    assert source.unigram_entropy == pytest.approx(2.9335, abs=1e-4)  # lower: verses begin with capitals, and are cut

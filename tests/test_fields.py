@@ -38,6 +38,7 @@ GOOD = [
     (2**62 + 1, NonNegativeInt, 2**62 + 1),  # not by way of a float, which would round it
     (True, bool, True),
     ("false", bool, False),
+    ("9007199254740993", int, 9007199254740993),  # one more than a float can hold
     ("text", str, "text"),
     (2024, str, "2024"),
     (None, str | None, None),

@@ -83,6 +83,20 @@ def test_what_cannot_change_a_number_does_not(path, value):
     assert digest(changed(path, value), CORPUS) == digest(RESOLVED, CORPUS)
 
 
+@pytest.mark.parametrize(
+    ("name", "decay", "unused", "used"),
+    [
+        ("adamw", "constant", {"momentum": 0.5, "final_lr_fraction": 0.5}, {"betas": [0.8, 0.9], "eps": 1e-6}),
+        ("sgd", "cosine", {"betas": [0.8, 0.9], "eps": 1e-6}, {"momentum": 0.5, "final_lr_fraction": 0.5}),
+    ],
+)
+def test_a_field_that_another_puts_out_of_use_does_not_change_a_run(name, decay, unused, used):
+    optim = {"name": name, "decay": decay, "momentum": 0.9, "final_lr_fraction": 0.1, "betas": [0.9, 0.98], "eps": 1e-8}
+    plain = digest({"optim": optim}, CORPUS)
+    assert all(digest({"optim": optim | {field: value}}, CORPUS) == plain for field, value in unused.items())
+    assert all(digest({"optim": optim | {field: value}}, CORPUS) != plain for field, value in used.items())
+
+
 def test_the_corpus_is_in_the_hash_by_its_content():
     assert digest(RESOLVED, "another") != digest(RESOLVED, CORPUS)
 

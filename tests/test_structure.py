@@ -12,10 +12,11 @@ FLOORS = [
     {"norms", "layers"},
     {"placements"},
     {"model"},
-    {"init", "data", "optim", "telemetry", "verdict", "trackers", "checkpoint"},
-    {"trainer", "runs", "summary", "commandline", "results", "stats", "progress"},
+    {"init", "fold", "data", "optim", "telemetry", "verdict", "trackers", "checkpoint"},
+    {"trainer", "runs", "summary", "commandline", "results", "stats", "progress", "workers"},
     {"config", "sweeps"},
     {"cell"},
+    {"launching"},
     {"train", "report"},
 ]
 SOLE_IMPORTERS = {

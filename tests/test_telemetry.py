@@ -26,7 +26,9 @@ def gradients(model, batch, parts=1):
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("blocks.3.mlp.out.weight", ("layer_03", "mlp.out")), ("blocks.11.norm.attn_in.bias", ("layer_11", "norm.attn_in")),
+    ("blocks.3.mlp.out.weight", ("layer_03", "mlp.out")),
+    ("blocks.11.norm.attn_in.bias", ("layer_11", "norm.attn_in.bias")),
+    ("blocks.2.alpha", ("layer_02", "alpha")),
     ("embed.token.weight", ("embed", "token")), ("head.weight", ("head", "weight")),
     ("final_norm.bias", ("final_norm", "bias")),
 ])  # fmt: skip

@@ -1,5 +1,6 @@
 """The trainer's promises: exact resume, steps that are skipped whole, cells that differ in one variable only."""
 
+import functools
 import os
 import signal
 from dataclasses import replace
@@ -8,15 +9,19 @@ import pytest
 import torch
 
 from normexp import checkpoint
+from normexp.fields import UserError
+from normexp.optim import learning_rate
 from normexp.telemetry import Buffer
-from normexp.trainer import Outcome, fit, micro_batches, stream
+from normexp.trainer import Outcome, fit, interruption, micro_batches, stream
 from tests import tiny
 
 VOLATILE = {"time", "tokens_per_second"}
 
 
 def train(trainer, path, rows, hopeless=lambda: False, log=None):
-    return fit(trainer, path=path / "checkpoint.pt", log=log or rows.extend, hopeless=hopeless)
+    with interruption() as received:
+        where = path / "checkpoint.pt"
+        return fit(trainer, path=where, log=log or rows.extend, hopeless=hopeless, received=received)
 
 
 def numbers(rows):
@@ -93,6 +98,7 @@ def test_a_signal_in_the_last_step_leaves_a_finished_run(tmp_path):
 
     trainer.take_step = interrupted
     assert train(trainer, tmp_path, []) == Outcome(8, None, False)
+    assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == 8
 
 
 def test_rows_reach_the_log_before_the_checkpoint_that_covers_them(tmp_path):
@@ -285,3 +291,110 @@ def test_a_signal_during_an_evaluation_is_not_lost(tmp_path):
     outcome = train(trainer, tmp_path, [])
     assert outcome.signal == signal.SIGTERM
     assert checkpoint.load(tmp_path / "checkpoint.pt")["step"] == outcome.step
+
+
+@pytest.mark.parametrize("decay", ["constant", "cosine"])
+def test_every_step_moves_by_its_own_learning_rate(decay):
+    """ΔW = −lr(step) · g under SGD, through the warmup and the decay; momentum 0."""
+    optim = replace(tiny.OPTIM, name="sgd", lr=0.5, warmup_steps=3, decay=decay, final_lr_fraction=0.1)
+    trainer, buffer = tiny.trainer(optim=optim), Buffer()
+    for step in range(1, 9):
+        weight = trainer.model.head.weight
+        before, norm = weight.detach().clone(), None
+        buffer.add(*trainer.take_step())
+        (row,) = buffer.flush()
+        moved = (weight - before).norm().item()
+        if norm := row.get("grad_norm/head/weight"):
+            assert moved == pytest.approx(learning_rate(step, optim, 8) * norm, rel=1e-4)
+        assert row["train/lr"] == learning_rate(step, optim, 8)
+
+
+def test_weight_decay_shrinks_the_matrices_and_nothing_else():
+    """With no gradient at all, AdamW's step is W ← W (1 − lr · decay)."""
+
+    class Nothing(tiny.Source):
+        def batch(self, seed, step, rows):
+            batch = super().batch(seed, step, rows)
+            return batch._replace(targets=torch.full_like(batch.targets, -100))
+
+    optim = replace(tiny.OPTIM, lr=0.1, warmup_steps=0, weight_decay=0.5)
+    trainer = tiny.trainer(optim=optim, source=Nothing())
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.take_step()
+    for name, parameter in trainer.model.named_parameters():
+        factor = 0.95 if parameter.ndim > 1 else 1.0
+        torch.testing.assert_close(parameter, factor * before[name])
+
+
+def test_threads_are_the_configs(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        train(tiny.trainer(train=replace(tiny.TRAIN, threads=2)), tmp_path, [])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_validation_loss_is_the_mean_over_real_tokens():
+    trainer = tiny.trainer(source=tiny.Source(padded=True))
+    batches = trainer.source.validation(4, 2)
+    total, count = 0.0, 0
+    for batch in batches:
+        log_p = trainer.model(batch.tokens, batch.mask).log_softmax(-1)
+        total -= log_p.gather(-1, batch.targets.clamp(min=0).unsqueeze(-1))[batch.mask].sum().item()
+        count += int(batch.mask.sum())
+    (reading,) = trainer.evaluate()
+    assert reading.values.item() == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("stats", ["batch_time", "position", "cumulative"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_evaluation_between_forward_and_backward(stats, padded):
+    """No in-place error, and the gradient that would have been."""
+    gradients = []
+    for evaluated in (False, True):
+        trainer = tiny.trainer("bn", source=tiny.Source(padded))
+        for norm in trainer.model.modules():
+            if hasattr(norm, "frozen"):
+                norm.stats = stats
+        if stats == "position":
+            for norm in [module for module in trainer.model.modules() if hasattr(module, "frozen")]:
+                norm.running_mean, norm.running_var = torch.zeros(16, 16), torch.ones(16, 16)
+        loss = trainer._loss_sum(trainer.source.batch(0, 1, 4))
+        if evaluated:
+            trainer.evaluate()
+        loss.backward()
+        gradients.append(trainer.model.embed.token.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_running_statistics_that_overflow_skip_the_step():
+    trainer = tiny.trainer("bn")
+    trainer.take_step()
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    for parameter in trainer.model.embed.parameters():
+        parameter.data *= 1e20  # finite activations whose variance is not
+    trainer.take_step()
+    after = trainer.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("embed."))
+
+
+def test_another_type_of_device_does_not_go_on():
+    state = tiny.trainer().state() | {"device": "cuda"}
+    with pytest.raises(UserError, match="device=cpu: the run was begun on cuda"):
+        tiny.trainer().load(state)
+
+
+def test_compiled_gradient_norms_are_the_eager_ones(tmp_path, monkeypatch):
+    """Per layer, at every step, with no graph break, evaluations included; and the checkpoint knows nothing of it."""
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiled)
+    rows = {}
+    for wanted in (False, True):
+        trainer, rows[wanted] = tiny.trainer("rms", train=replace(tiny.TRAIN, compile=wanted)), []
+        train(trainer, tmp_path, rows[wanted])
+    for eager, other in zip(rows[False], rows[True], strict=True):
+        assert set(eager) == set(other)
+        for path in eager.keys() - VOLATILE:
+            assert other[path] == pytest.approx(eager[path], rel=1e-3, abs=1e-6), path
+    assert not [name for name in checkpoint.load(tmp_path / "checkpoint.pt")["model"] if "_orig_mod" in name]

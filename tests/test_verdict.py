@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from normexp.verdict import History, judge, spike_mask, spike_score
+from normexp.verdict import History, judge, non_finite_layer, spike_mask, spike_score
 
 H1, VOCABULARY = 3.024, 65
 
@@ -47,7 +47,8 @@ def test_collapsed_stands_within_a_margin_of_the_unigram_entropy(val, expected):
 def test_collapsed_names_the_first_vanished_layer():
     ratios = {
         3: {"layer_ratio": 0.2, "grad_norm/layer_00": 0.2, "grad_norm/layer_01": 1.0},
-        5: {"layer_ratio": 0.04, "grad_norm/layer_00": 0.04, "grad_norm/layer_01": 0.03, "grad_norm/layer_02": 1.0},
+        4: {"layer_ratio": 0.051, "grad_norm/layer_00": 0.05, "grad_norm/layer_01": 1.0},
+        5: {"layer_ratio": 0.049, "grad_norm/layer_00": 0.04, "grad_norm/layer_01": 0.03, "grad_norm/layer_02": 1.0},
         9: {"layer_ratio": 0.01, "grad_norm/layer_00": 0.01, "grad_norm/layer_01": 1.0},
     }
     result = verdict(history(FLAT, 3.02, ratios=ratios))
@@ -77,23 +78,43 @@ def test_diverged_ends_above_its_start_or_the_uniform_loss():
 def test_diverged_when_the_end_is_not_finite():
     loss = FALLING[:150] + [math.nan] * 50
     rows = history(loss, 2.5)
-    rows[151]["nonfinite"] += [
-        "grad_norm/embed",
-        "grad_norm/layer_00",
-        "grad_norm/layer_01",
-        "grad_norm/layer_01/mlp.out",
-    ]
     result = verdict(rows)
-    assert (result.verdict, result.first_bad_step, result.first_bad_layer) == ("diverged", 151, "layer_01")
-    rows[151]["nonfinite"].append("grad_norm/head")
-    assert verdict(rows).first_bad_layer is None  # the forward pass itself
+    assert (result.verdict, result.first_bad_step, result.first_bad_layer) == ("diverged", 151, None)
+    assert "50 of 200" in result.reason
+    assert verdict(history(FALLING[:151] + [math.nan] * 49, 2.5)).verdict == "unstable"  # not the whole last quarter
     assert verdict(history(FALLING, None)).verdict == "diverged"
 
 
-def test_one_skipped_step_is_no_divergence():
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (["embed", "layer_00", "layer_01", "layer_01/mlp.out"], "layer_01"),
+        (["embed", "final_norm", "layer_00", "layer_11"], "final_norm"),  # as metrics.jsonl sorts them
+        (["embed", "final_norm", "head", "layer_00"], "head"),
+        (["layer_09", "layer_10"], "layer_10"),
+        (["embed"], "embed"),
+        ([], None),
+    ],
+)
+def test_a_bad_gradient_is_traced_to_where_it_arose(bad, expected):
+    row = {"nonfinite": ["grad_norm/total", *(f"grad_norm/{layer}" for layer in bad)]}
+    assert non_finite_layer(row) == expected
+    assert non_finite_layer({"nonfinite": [*row["nonfinite"], "train/loss"]}) is None  # the forward pass itself
+
+
+@pytest.mark.parametrize("where", [70, 199])
+def test_one_skipped_step_is_no_divergence(where):
     grad_norm = [1.0] * 200
-    grad_norm[70] = math.inf
+    grad_norm[where] = math.inf
     assert verdict(history(FALLING, 2.2, grad_norm=grad_norm)).verdict == "trained"
+
+
+@pytest.mark.parametrize(("change", "expected"), [(0.028, "collapsed"), (0.032, "undecided"), (-0.032, "undecided")])
+def test_a_plateau_moves_less_than_its_threshold(change, expected):
+    """200 steps: the last 50 against the 50 before."""
+    loss = [3.2] * 100 + [3.03 + change] * 50 + [3.03] * 50
+    assert verdict(history(loss, 3.02)).verdict == expected
+    assert verdict(history([4.4] + [math.nan] * 149 + [3.03] * 50, 3.02)).verdict == "undecided"
 
 
 def test_batch_statistics_decide_for_batch_norm():
@@ -123,3 +144,12 @@ def test_spikes_are_compared_before_they_join_the_window():
     assert np.flatnonzero(spike_mask(values)).tolist() == [80]
     assert spike_score(values) == 0.01
     assert not spike_mask(np.array([1.0, 99.0])).any()  # no full window
+
+
+def test_the_window_is_64_steps():
+    """A value that stands out of the last 32 steps, but not of the last 64, is no spike; nor is the 64th value."""
+    values = np.concatenate([np.tile([0.0, 4.0], 40), np.tile([1.0, 1.01], 20), [3.0]])
+    assert not spike_mask(values).any()
+    assert spike_mask(values, window=32)[-1]
+    assert not spike_mask(np.array([1.0] * 63 + [9.0])).any()
+    assert spike_mask(np.array([1.0] * 64 + [9.0])).any()

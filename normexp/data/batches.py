@@ -33,7 +33,8 @@ class Source:
     validation: no training row holds one. UserError, which calls the corpus `name`, where a part is too short.
 
     sha256: of the corpus's bytes, so the same text has the same hash wherever it lies.
-    unigram_entropy: of the validation tokens under the add-one-smoothed unigram distribution of training, in nats.
+    unigram_entropy: in nats, of the tokens that validation rows can have as targets, under the add-one-smoothed unigram
+        distribution of the training part.
     bytes_per_token: of the validation part; bits per byte = nats per token / ln 2 / bytes_per_token.
     """
 
@@ -50,7 +51,7 @@ class Source:
         self.sha256 = sha256
         self.vocab_size = tokens.widths.size
         self.train_tokens, self.validation_tokens = (ids.size for ids in parts.values())
-        train, held_out = (_counts(ids, self.vocab_size) for ids in parts.values())
+        train, held_out = (_counts(ids, self.vocab_size) for ids in (parts["training"], self._validation.targets()))
         self.unigram_entropy = float(-held_out @ np.log((train + 1) / (train + 1).sum()) / held_out.sum())
         self.bytes_per_token = float(held_out @ tokens.widths / held_out.sum())
 
@@ -75,6 +76,10 @@ class _Packed:
         self.needs = f"model.context={context} needs {context + 1}; lower it, or let that part have more text"
         self.offsets = np.arange(context + 1)
 
+    def targets(self) -> Ids:
+        """All tokens: but for the first, each one is a target of some window."""
+        return self.ids
+
     def take(self, starts: Integers) -> Batch:
         window = self.ids[starts[:, None] + self.offsets].astype(np.int64)
         return Batch(_tensor(window[:, :-1]), _tensor(window[:, 1:]), None)
@@ -92,6 +97,13 @@ class _Padded:
         self.ids, self.count = ids, self.starts.size
         self.needs = "data.shape=padded needs a line of 2 or more; let that part have more text"
         self.offsets = np.arange(context + 1)
+
+    def targets(self) -> Ids:
+        """The tokens that rows predict: not a document's first, nor those beyond T + 1."""
+        change = np.zeros(self.ids.size + 1, np.int8)
+        np.add.at(change, self.starts + 1, 1)
+        np.add.at(change, self.starts + np.minimum(self.lengths, self.offsets.size), -1)
+        return self.ids[np.cumsum(change[:-1], dtype=np.int8).astype(bool)]
 
     def take(self, documents: Integers) -> Batch:
         positions = self.starts[documents, None] + self.offsets
