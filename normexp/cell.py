@@ -1,8 +1,9 @@
 """One cell, from a checked config to a judged run in its folder."""
 
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -10,39 +11,58 @@ import torch
 from normexp import checkpoint
 from normexp.config import Config, norm_path
 from normexp.data import Source
+from normexp.fields import UserError
 from normexp.init import initialise
 from normexp.model import Transformer
 from normexp.progress import Progress
 from normexp.runs import RunFolder, git_commit, machine, run_id, versions
 from normexp.summary import read_rows, summarise
 from normexp.trackers import Jsonl, Null, Row, Wandb, open_tracker
-from normexp.trainer import Outcome, Trainer, fit
+from normexp.trainer import Outcome, Trainer, fit, interruption
+
+KEPT = 4  # corpora of different configs
 
 
 def open_source(config: Config) -> Source:
     return config.data(cache=config.results / "cache")
 
 
+class Sources:
+    """The newest few corpora that were opened: the cells of a sweep mostly share one."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Source] = {}
+
+    def __call__(self, config: Config) -> Source:
+        corpus = str((config.resolved["data"], config.results))
+        if corpus not in self.open:
+            self.open = dict(list(self.open.items())[1 - KEPT :]) | {corpus: open_source(config)}
+        return self.open[corpus]
+
+
 def run_folder(config: Config, source: Source) -> RunFolder:
     return RunFolder(config.results / "runs" / run_id(config.resolved, source.sha256))
 
 
-def run(config: Config, group: str | None, tell: Callable[[str], None]) -> RunFolder:
-    """Trains the cell, goes on with it where it was broken off, or finds it finished. `group`: of runs, for wandb."""
-    source = open_source(config)
+def run(config: Config, source: Source, group: str | None, tell: Callable[[str], None], bar: bool) -> RunFolder:
+    """Trains the cell, goes on with it where it was broken off, or finds it finished. `group`: of runs, for wandb.
+    `bar`: whether its progress is shown."""
     folder = run_folder(config, source)
     if folder.status() == "finished":
         tell(f"run {folder.path.name} is finished already; another value of any field is another run")
         return folder
-    with folder.lock(tell):
+    with folder.lock(tell), interruption() as received:
         if folder.status() != "finished":  # else the process that held it has done all
             folder.refuse_other_device(config.device.type)
-            _train(config, source, folder, group)
+            _train(config, source, folder, group, bar, received)
+    if received and folder.status() == "finished":
+        os.kill(os.getpid(), received[0])  # it came too late for this run, but not for what it is part of
     return folder
 
 
 def build(config: Config, source: Source) -> Transformer:
     """The model at its initial weights."""
+    torch.manual_seed(config.seed)  # for what a user's own norm or placement may draw in its constructor
     model = Transformer(config.model, source.vocab_size, norm=config.norm, placement=config.placement)
     initialise(model, config.seed)
     if any(hasattr(block, "calibrate") for block in model.blocks):
@@ -51,7 +71,9 @@ def build(config: Config, source: Source) -> Transformer:
     return model
 
 
-def _train(config: Config, source: Source, folder: RunFolder, group: str | None) -> None:
+def _train(
+    config: Config, source: Source, folder: RunFolder, group: str | None, bar: bool, received: Sequence[int]
+) -> None:
     facts = _facts(config, folder)
     with _recorded_fault(folder, facts):
         folder.write_config(config.resolved)
@@ -64,8 +86,14 @@ def _train(config: Config, source: Source, folder: RunFolder, group: str | None)
             trainer.load(state)
         last_step = -1 if state is None else trainer.step
         with Jsonl(folder.metrics, last_step) as local, open_mirror(config, folder, local, group) as tracker:
-            outcome = _fit(config, source, folder, trainer, [local.write, tracker.log])
+            if local.last_step != last_step:
+                raise UserError(
+                    f"{folder.metrics}: ends at step {local.last_step}, before the checkpoint of step {last_step}; "
+                    f"delete {folder.path} to begin anew"
+                )
+            outcome = _fit(config, source, folder, trainer, [local.write, tracker.log], bar, received)
             summary = facts | _summarise(config, source, folder) | _ended(outcome)
+            folder.write_summary(summary)  # before the mirror, which may have to wait for a network
             tracker.finish(summary)
         folder.write_summary(summary | {"wandb_url": tracker.url})
 
@@ -89,12 +117,18 @@ def open_mirror(config: Config, folder: RunFolder, local: Jsonl, group: str | No
 
 
 def _fit(
-    config: Config, source: Source, folder: RunFolder, trainer: Trainer, sinks: list[Callable[[Sequence[Row]], None]]
+    config: Config,
+    source: Source,
+    folder: RunFolder,
+    trainer: Trainer,
+    sinks: list[Callable[[Sequence[Row]], None]],
+    bar: bool,
+    received: Sequence[int],
 ) -> Outcome:
     def hopeless() -> bool:
         return _summarise(config, source, folder)["verdict"] in ("collapsed", "diverged")
 
-    with Progress(config.train.steps, folder.path.name, trainer.step) as progress:
+    with Progress(config.train.steps, folder.path.name, trainer.step) if bar else nullcontext() as progress:
 
         def log(rows: list[dict[str, float]]) -> None:
             for sink in sinks:
@@ -103,10 +137,12 @@ def _fit(
                 for row in rows:
                     _show(progress, row)
 
-        return fit(trainer, path=folder.checkpoint, log=log, hopeless=hopeless)
+        return fit(trainer, path=folder.checkpoint, log=log, hopeless=hopeless, received=received)
 
 
-def _show(progress: Progress, row: dict[str, float]) -> None:
+def _show(progress: Progress | None, row: dict[str, float]) -> None:
+    if progress is None:
+        return
     progress.update(
         int(row["step"]),
         loss=row.get("train/loss"),
@@ -164,6 +200,7 @@ def _recorded_fault(folder: RunFolder, facts: dict[str, Any]) -> Iterator[None]:
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        (folder.path / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        with suppress(OSError):  # of a disk that is full: the status matters more
+            (folder.path / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
         folder.write_summary(facts | {"status": status, "error": reason})
         raise

@@ -3,10 +3,13 @@
 Without a terminal the bar is about ten plain lines, which a log file can hold.
 """
 
+import io
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +26,7 @@ COLOURS = {
     "diverged": "bold red",
     "undecided": "bold cyan",
 }
+OTHER = ("failed", "interrupted", "unknown")  # what a run without a verdict may have become
 
 
 class Progress:
@@ -44,7 +48,8 @@ class Progress:
             self._task = self._bar.add_task("", total=self.total_steps, completed=self.first_step, readings="")
             self._bar.start()
         else:
-            print(f"{self.run_id}: {self.total_steps} steps{start}", flush=True)
+            with suppress(OSError):  # of a reader that has gone, as in `| head`
+                print(f"{self.run_id}: {self.total_steps} steps{start}", flush=True)
         self._started = time.perf_counter()
         return self
 
@@ -67,7 +72,8 @@ class Progress:
 
     def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):  # of a terminal that is gone
+                self._bar.stop()
 
     def _draw(self, step: int) -> None:
         left = self._time_left(step)
@@ -88,6 +94,63 @@ class Progress:
             return f"{_duration(seconds)} taken"
         done = step - self.first_step
         return f"{_duration(seconds / done * (self.total_steps - step))} left" if done > 0 else ""
+
+
+class SweepProgress:
+    """The bar of a whole sweep, or a plain line for each run that has ended. `work`: of each run to be made, in any
+    unit that the time of its training is proportional to."""
+
+    def __init__(self, work: Mapping[str, float]) -> None:
+        self.work = dict(work)
+        self.done: set[str] = set()
+        self.outcomes: Counter[str] = Counter()
+        self._started = time.perf_counter()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            self._bar = _bar()
+            self._task = self._bar.add_task("", total=len(self.work), readings="")
+            self._bar.start()
+            self._bar.refresh()
+
+    def ended(self, run_id: str, summary: Mapping[str, Any]) -> None:
+        outcome = summary.get("verdict") or summary.get("status") or "unknown"
+        self.done.add(run_id)
+        self.outcomes[outcome] += 1
+        reason = f": {summary['error']}" if summary.get("error") else ""
+        if self._bar is None:
+            count = f"{len(self.done):>{len(str(len(self.work)))}}/{len(self.work)}"
+            print(f"{count}  {run_id}  {outcome}{reason}  ({self._readings()})", flush=True)
+        elif reason:
+            self._bar.console.print(f"{run_id}  {outcome}{reason}", style="red", highlight=False, markup=False)
+
+    def draw(self) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=len(self.done), readings=self._readings(), refresh=True)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _readings(self) -> str:
+        counts = (f"{self.outcomes[name]} {name}" for name in [*COLOURS, *OTHER] if self.outcomes[name])
+        return "  ".join(filter(None, [", ".join(counts), self._time_left()]))
+
+    def _time_left(self) -> str:
+        seconds = time.perf_counter() - self._started
+        done = sum(self.work[run_id] for run_id in self.done)
+        left = sum(self.work.values()) - done
+        if not left:
+            return f"{_duration(seconds)} taken"
+        return f"{_duration(seconds / done * left)} left" if done else f"{_duration(seconds)} so far"
+
+
+def tell(line: str) -> None:
+    """Beside what a command is asked for."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def closing_table(summary: Mapping[str, Any], folder: Path, sync_command: str | None) -> None:
@@ -129,7 +192,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("validation loss", _loss(summary, "val_loss", running)),
         ("", _loss(summary, "val_loss_batch_stats", "  by batch statistics")),
         ("best", _loss(summary, "best_val_loss", "")),
-        ("unigram entropy", _loss(summary, "unigram_entropy", "  where a collapsed run stays")),
+        ("unigram entropy H₁", _loss(summary, "unigram_entropy", "  where a collapsed run stays")),
         ("steps", _effort(summary)),
     ]
     return [(name, text) for name, text in lines if text]
@@ -190,4 +253,6 @@ def _bar() -> Any:
 def _console() -> "Console":
     from rich.console import Console
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without H₁ is no reason to fail
     return Console()

@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,14 @@ OUTSIDE = (
 
 # Fields added after the first runs were made, and the value with which a run is what it was without the field. With
 # that value they stay out of the hash, so that old runs keep their names.
-NEUTRAL: dict[str, Any] = {"norm.kernel": "auto"}
+NEUTRAL: dict[str, Any] = {"norm.kernel": "auto", "train.compile": False}
+
+# Fields that another field puts out of use: then they count as this value, whatever they are.
+UNUSED: dict[tuple[str, Any], dict[str, Any]] = {
+    ("optim.name", "adamw"): {"optim.momentum": 0.0},
+    ("optim.name", "sgd"): {"optim.betas": [0.9, 0.98], "optim.eps": 1e-8},
+    ("optim.decay", "constant"): {"optim.final_lr_fraction": 0.1},
+}
 
 PACKAGES = ("normexp", "torch", "numpy", "triton", "wandb", "hydra-core")
 
@@ -57,6 +64,10 @@ def run_id(resolved: Mapping[str, Any], corpus_sha256: str) -> str:
 def digest(resolved: Mapping[str, Any], corpus_sha256: str) -> str:
     """SHA-256 of the canonical JSON of all that can change a number."""
     kept = copy.deepcopy(dict(resolved))
+    for (path, value), unused in UNUSED.items():
+        if _field(kept, path) == value:
+            for other, neutral in unused.items():
+                _field(kept, other, neutral)
     for path in OUTSIDE:
         _remove(kept, path)
     for path, value in NEUTRAL.items():
@@ -66,6 +77,14 @@ def digest(resolved: Mapping[str, Any], corpus_sha256: str) -> str:
 
 
 _ANY = object()
+
+
+def _field(node: dict[str, Any], path: str, new: Any = _ANY) -> Any:
+    """The field at group.name, None without one; with `new`, set if it is there."""
+    group, name = path.split(".")
+    if new is not _ANY and name in node.get(group, {}):
+        node[group][name] = new
+    return node.get(group, {}).get(name)
 
 
 def _remove(node: dict[str, Any], path: str, value: Any = _ANY) -> None:
@@ -115,6 +134,15 @@ class RunFolder:
             stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             stream.flush()
             yield
+
+    def holder(self) -> int | None:
+        """The process on this machine that holds the lock, None where none does."""
+        with suppress(OSError, ValueError), (self.path / "lock").open(encoding="utf-8") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(stream.read().split()[1])
+        return None
 
     def write_config(self, resolved: Mapping[str, Any]) -> None:
         text = yaml.safe_dump(dict(resolved), sort_keys=False, allow_unicode=True, width=float("inf"))

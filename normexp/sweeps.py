@@ -12,35 +12,59 @@ from normexp.fields import UserError
 from normexp.runs import RunFolder, write_atomically
 
 T = TypeVar("T")
+ENDED = ("finished", "failed", "interrupted")  # statuses of a run that nobody is at
 OUTSIDE = ("results", "device", "tracker", "hydra")  # overrides that leave a sweep the same
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cell's run lies and what it takes."""
+
+    folder: Path
+    threads: int  # of the CPU
+    work: float  # proportional to the time of its training
 
 
 @dataclass(frozen=True)
 class Cell:
     overrides: tuple[str, ...]
-    folder: Path | None  # of its run; None where the config was refused
-    error: str | None
+    place: Place | None  # None where the config was refused
+    error: str | None  # what its run folder cannot tell
+
+    @property
+    def folder(self) -> Path:
+        """Of its run; to be asked of a cell that has a place."""
+        assert self.place is not None
+        return self.place.folder
+
+    @property
+    def name(self) -> str:
+        """Of its run."""
+        return self.folder.name
+
+    def summary(self) -> dict[str, Any]:
+        return RunFolder(self.folder).summary() if self.place else {}
 
     def record(self) -> dict[str, Any]:
         """How the cell stands, read from its run folder."""
-        summary = RunFolder(self.folder).summary() if self.folder else {}
+        summary = self.summary()
         return {
             "overrides": list(self.overrides),
-            "run_id": self.folder.name if self.folder else None,
-            "status": "refused" if self.folder is None else summary.get("status", "not run"),
+            "run_id": self.name if self.place else None,
+            "status": summary.get("status", "not run") if self.place else "refused",
             "verdict": summary.get("verdict"),
-            "folder": str(self.folder) if self.folder else None,
+            "folder": str(self.folder) if self.place else None,
             "error": self.error or summary.get("error"),
         }
 
 
-def plan(cells: Sequence[tuple[list[str], T]], folder_of: Callable[[T], Path]) -> list[Cell]:
-    """`folder_of` gives a cell's run folder or refuses its config. A fault that no cell is free of is raised."""
+def plan(cells: Sequence[tuple[list[str], T]], place_of: Callable[[T], Place]) -> list[Cell]:
+    """`place_of` places a cell's run or refuses its config. A fault that no cell is free of is raised."""
     planned: list[Cell] = []
     faults: list[Exception] = []
     for overrides, config in cells:
         try:
-            planned.append(Cell(tuple(overrides), folder_of(config), None))
+            planned.append(Cell(tuple(overrides), place_of(config), None))
         except Exception as error:  # of one cell, perhaps in the user's own code: the others run
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             planned.append(Cell(tuple(overrides), None, reason))
@@ -48,6 +72,12 @@ def plan(cells: Sequence[tuple[list[str], T]], folder_of: Callable[[T], Path]) -
     if len(faults) == len(planned):
         raise faults[0]
     return planned
+
+
+def unfinished(cells: Sequence[Cell]) -> list[Cell]:
+    """One cell for each run that is still to be made."""
+    by_folder = {cell.folder: cell for cell in reversed(cells) if cell.place}
+    return [cell for cell in reversed(by_folder.values()) if cell.summary().get("status") != "finished"]
 
 
 def folder_name(name: str | None, overrides: Sequence[str]) -> str:

@@ -1,28 +1,17 @@
 """Entry point: `python -m normexp.train norm=rms placement=pre`. What it takes: --help."""
 
 import contextlib
-import os
+import functools
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from normexp import commandline, sweeps
+from normexp import commandline, launching, progress, workers
 from normexp.fields import UserError
 from normexp.runs import RunFolder
 
 # torch takes a second to import, so what needs it is imported where it is used: --help does not.
-
-LAUNCHERS: set[int] = set()  # this process, while it launches the cells of a sweep
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended a cell; the sweep it belongs to ends with it."""
-
-    def __init__(self, signal: int) -> None:
-        super().__init__()
-        self.exit_code = 128 + signal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,82 +20,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return commandline.exit_code(lambda: _run(given))
 
 
+def sweep(given: list[str]) -> tuple[int, Path | None]:
+    """The exit code of a sweep and its folder, for a report; None where a mistake or a signal left none to report."""
+    ended: list[launching.Ended] = []
+
+    def run() -> int:
+        ended.append(launching.run_sweep(commandline.parse(given), given, try_cell))
+        return ended[0].exit_code
+
+    code = commandline.exit_code(run)
+    return code, ended[0].folder if code in (0, 1) and ended else None
+
+
 def _run(given: list[str]) -> int:
     command = commandline.parse(given)
     if command.multirun:
-        return run_sweep(command, given)
+        return launching.run_sweep(command, given, try_cell).exit_code
     ended: list[RunFolder] = []
-    commandline.launch(command, lambda cfg: ended.append(run_cell(cfg)))
+    commandline.launch(command, lambda cfg: ended.append(_run_one(cfg)))
     return max((128 + folder.summary().get("signal", -128) for folder in ended), default=0)
 
 
-def run_cell(cfg: Any) -> RunFolder:
-    from normexp import cell, config, progress, trackers
+def _run_one(cfg: Any) -> RunFolder:
+    from normexp import trackers
 
-    composed = commandline.read(cfg)
-    checked = config.load(composed.values, composed.choices, composed.folder)
-    folder = cell.run(checked, checked.tracker.group or composed.sweep, tell)
+    folder = run_cell(cfg, None, bar=True)
     with contextlib.suppress(OSError, SystemExit):  # of a reader that has gone, as in `| head`
         progress.closing_table(folder.summary(), folder.path, trackers.sync_command(folder.path))
     return folder
 
 
-def try_cell(cfg: Any) -> None:
-    """A cell of a sweep: whatever becomes of it, the others run. Its run folder tells what did."""
+def run_cell(cfg: Any, crew: workers.Crew | None, bar: bool) -> RunFolder:
+    from normexp import cell, config
+
+    composed = commandline.read(cfg)
+    checked = config.load(composed.values, composed.choices, composed.folder)
+    source = _sources(crew)(checked) if crew else cell.open_source(checked)
+    return cell.run(checked, source, checked.tracker.group or composed.sweep, progress.tell, bar)
+
+
+@functools.lru_cache(maxsize=1)
+def _sources(crew: workers.Crew) -> Any:
+    """The corpora that this process has opened for the sweep."""
+    from normexp import cell
+
+    return cell.Sources()
+
+
+def try_cell(crew: workers.Crew, cfg: Any) -> str | None:
+    """A cell of a sweep: whatever becomes of it, the others run. Its run folder tells what did; a fault that came
+    before there was one is returned."""
+    signal = fault = None
     try:
-        signal = run_cell(cfg).summary().get("signal")
+        if workers.begin(crew):
+            signal = run_cell(cfg, crew, bar=False).summary().get("signal")
     except UserError as error:
-        tell(f"error: {error}")
-        return
-    except KeyboardInterrupt:
-        signal = 2
-    except BaseException:
-        traceback.print_exc()
-        return
-    if signal is not None and os.getpid() in LAUNCHERS:
-        raise Interrupted(signal)
-
-
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def run_sweep(command: commandline.Command, given: list[str]) -> int:
-    """All cells; then a table of how each ended. What is wrong with every cell, or with a name, creates nothing."""
-    grid = commandline.compose_grid(command)
-    planned = sweeps.plan(grid.cells, Planner())
-    name = sweeps.folder_name(grid.name, command.overrides)
-    folder = Path(os.path.normpath(grid.folder / Path(grid.results).expanduser())) / "sweeps" / name
-    sweeps.write(folder, given, "running", planned)
-    LAUNCHERS.add(os.getpid())
-    interrupted = 0
-    try:
-        commandline.launch_grid(command, try_cell, folder)
+        fault = str(error)
     except KeyboardInterrupt as error:
-        interrupted = getattr(error, "exit_code", 130)
-    finally:
-        LAUNCHERS.discard(os.getpid())
-    records = sweeps.write(folder, given, "interrupted" if interrupted else "finished", planned)
-    print(sweeps.table(records))
-    print(f"the sweep: {folder}")
-    return interrupted or int(any(record["status"] != "finished" for record in records))
-
-
-class Planner:
-    """A cell's config, as its task would receive it -> the run folder that it will have. Opens each corpus once."""
-
-    def __init__(self) -> None:
-        self.sources: dict[str, Any] = {}
-
-    def __call__(self, cfg: Any) -> Path:
-        from normexp import cell, config
-
-        composed = commandline.read(cfg)
-        checked = config.load(composed.values, composed.choices, composed.folder)
-        corpus = str(checked.resolved["data"])
-        if corpus not in self.sources:
-            self.sources[corpus] = cell.open_source(checked)
-        return cell.run_folder(checked, self.sources[corpus]).path
+        signal = getattr(error, "number", 2)
+    except BaseException as error:
+        fault = f"{type(error).__name__}: {error}"
+    workers.end(crew, signal)
+    return fault
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ def test_a_run_leaves_the_contract_and_the_same_command_finds_it(here, capfd, mo
     assert summary["cell"] == {"norm": "rms", "placement": "pre", "model": "tiny", "data": "kjv", "optim": "adamw"}
     assert (summary["steps"], summary["tokens"], summary["device"]) == (3, 3 * 8 * 16, "cpu")
     assert 3 < summary["val_loss"] < 5
+    assert (summary["norm_path"], summary["stopped_early"]) == ("native", False)
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert steps == [0, 1, 2, 3]
     capfd.readouterr()
@@ -267,7 +268,7 @@ def test_everything_of_a_sweep_lies_under_results_whatever_hydra_does_with_direc
     assert [path.name for path in here.iterdir()] == ["out"]
     assert sorted(path.name for path in (here / "out").iterdir()) == ["cache", "runs", "sweeps"]
     (folder,) = (here / "out" / "sweeps").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["multirun.yaml", "sweep.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["sweep.json"]
 
 
 def test_the_cells_of_a_sweep_have_their_own_runs_in_wandb(here, monkeypatch):
@@ -284,7 +285,7 @@ def test_a_sweep_file_names_its_folder(here):
     (here / "conf" / "sweep").mkdir(parents=True)
     sweep = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      norm: ln,rms\n      seed: 0,1\n"
     (here / "conf" / "sweep" / "two_norms.yaml").write_text(sweep)
-    assert train.main(["-m", "--config-dir=conf", "+sweep=two_norms", "seed=0", *SHORT]) == 0
+    assert train.main(["--config-dir=conf", "+sweep=two_norms", "seed=0", *SHORT]) == 0  # without -m
     assert [run.summary()["cell"]["norm"] for run in runs_in(here)] == ["ln", "rms"]
     assert sweep_in(here)["name"].startswith("two_norms-")  # with values of its own, so not the sweep as it is on file
 

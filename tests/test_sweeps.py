@@ -10,19 +10,38 @@ from normexp.fields import UserError
 from normexp.runs import RunFolder
 
 
-def folder_of(path: Path | Exception) -> Path:
+def place_of(path: Path | Exception) -> sweeps.Place:
     if isinstance(path, Exception):
         raise path
-    return path
+    return sweeps.Place(path, threads=1, work=1.0)
+
+
+def cell(*overrides: str, folder: Path) -> sweeps.Cell:
+    return sweeps.Cell(overrides, place_of(folder), None)
 
 
 def test_a_mistake_in_one_cell_is_that_cells_and_one_in_all_is_raised(tmp_path):
     mistake, fault = UserError("optim.lr=-1: must be a finite number > 0"), KeyError("deep")
-    planned = sweeps.plan([(["a=1"], tmp_path), (["a=2"], mistake), (["a=3"], fault)], folder_of)
+    planned = sweeps.plan([(["a=1"], tmp_path), (["a=2"], mistake), (["a=3"], fault)], place_of)
     assert [cell.error for cell in planned] == [None, str(mistake), "KeyError: 'deep'"]
-    assert [cell.folder for cell in planned] == [tmp_path, None, None]
+    assert [cell.place and cell.folder for cell in planned] == [tmp_path, None, None]
     with pytest.raises(UserError, match=r"^optim"):
-        sweeps.plan([(["a=2"], mistake), (["a=3"], fault)], folder_of)
+        sweeps.plan([(["a=2"], mistake), (["a=3"], fault)], place_of)
+
+
+def test_what_is_left_to_do_is_one_cell_a_run_and_none_that_is_finished_or_refused(tmp_path):
+    done, broken, new = (tmp_path / name for name in ("done", "broken", "new"))
+    for folder, status in ((done, "finished"), (broken, "interrupted")):
+        folder.mkdir()
+        RunFolder(folder).write_summary({"status": status})
+    cells = [
+        cell("optim.lr=1e-3", folder=new),
+        cell("optim.lr=.001", folder=new),
+        cell("seed=1", folder=done),
+        cell("seed=2", folder=broken),
+        sweeps.Cell(("seed=-1",), None, "seed=-1: no"),
+    ]
+    assert [left.overrides for left in sweeps.unfinished(cells)] == [("optim.lr=1e-3",), ("seed=2",)]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +68,8 @@ def test_the_list_is_read_from_the_run_folders(tmp_path):
     run.mkdir(parents=True)
     RunFolder(run).write_summary({"status": "failed", "error": "ValueError: no"})
     cells = [
-        sweeps.Cell(("norm=ln", "seed=0"), run, None),
-        sweeps.Cell(("norm=rms", "seed=0"), tmp_path / "runs" / "rms-pre", None),
+        cell("norm=ln", "seed=0", folder=run),
+        cell("norm=rms", "seed=0", folder=tmp_path / "runs" / "rms-pre"),
         sweeps.Cell(("norm=bn", "seed=0"), None, "norm=bn: no"),
     ]
     records = sweeps.write(tmp_path / "sweeps" / "s", ["-m", "norm=ln,rms,bn", "data.path='a b'"], "running", cells)
