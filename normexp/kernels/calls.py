@@ -16,10 +16,16 @@ class Call:
     programs: int
     arguments: tuple[Any, ...]  # tensors, numbers and None, in the order of the kernel's parameters
     constants: dict[str, Any]
-    warps: int
+    options: dict[str, int]
 
     def run(self) -> None:
-        self.kernel[(self.programs,)](*self.arguments, **self.constants, num_warps=self.warps)
+        self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options)
+
+
+def options(plan: launch.Launch) -> dict[str, int]:
+    """Of Triton's compiler; that for ROCm knows no limit of registers."""
+    limit = {} if plan.registers is None or torch.version.hip else {"maxnreg": plan.registers}
+    return {"num_warps": plan.warps} | limit
 
 
 def wide(dtype: torch.dtype) -> Any:
@@ -50,7 +56,7 @@ def forward(
         plan.programs,
         (*inputs, *outputs, m, n, row_stride(x), row_stride(residual), *numbers),
         {"CENTRE": centre, "ROUND_FIRST": round_first, "ROWS": plan.rows, "BLOCK": plan.block, "WIDE": wide(x.dtype)},
-        plan.warps,
+        options(plan),
     )
 
 
@@ -72,7 +78,7 @@ def backward(
         plan.programs,
         (dy, dtotal, *saved, *outputs, *x.shape, row_stride(dy), row_stride(dtotal), row_stride(x), offset),
         constants,
-        plan.warps,
+        options(plan),
     )
 
 
@@ -86,5 +92,5 @@ def reduction(partials: tuple[Maybe, Maybe], gradients: tuple[Maybe, Maybe], lan
         plan.programs,
         (*partials, *gradients, programs, n),
         {"ROWS": plan.rows, "BLOCK": plan.block, "WIDE": wide(some.dtype)},
-        plan.warps,
+        options(plan),
     )

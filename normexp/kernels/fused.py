@@ -118,7 +118,8 @@ def norm_backward(
     rows = as_rows(x)
     multiprocessors, lanes = multiprocessors_and_lanes(x.device.index)
     m, n = rows.shape
-    plan = launch.backward(m, n, mean is not None, x.dtype != input_type, multiprocessors, lanes)
+    types = {x.dtype, input_type} if dtotal is None or weight is None else {x.dtype, input_type, weight.dtype}
+    plan = launch.backward(m, n, mean is not None, len(types) > 1, multiprocessors, lanes)
     wanted = want_dweight, bias_type is not None
     partials = torch.empty((sum(wanted), plan.programs, n), dtype=rstd.dtype, device=x.device)
     sums = partials[0] if want_dweight else None, partials[-1] if bias_type else None

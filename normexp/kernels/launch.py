@@ -21,6 +21,7 @@ class Launch:
     stages: int = 1  # 2: the next tile is on its way while this one is worked on
     looped: bool = False  # the row is wider than a tile
     reread: bool = False  # the tile is read again after the reductions, not held
+    registers: int | None = None  # per thread at most, on CUDA; left to itself the compiler trades them for spills
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -43,17 +44,20 @@ def forward(m: int, n: int, lanes: int) -> Launch:
 def backward(m: int, n: int, centre: bool, mixed: bool, multiprocessors: int, lanes: int) -> Launch:
     """A persistent grid: each program sums the weight's gradient of many rows in registers and writes it once.
 
-    Programs per multiprocessor: enough for 16 warps, and few, because each writes a float32 row that is read again.
-    LayerNorm (centre) sums two gradients; a residual of another type (mixed) needs registers for a second result.
+    Few programs per multiprocessor, because each writes a float32 row that is read again, and 8 values of a row per
+    thread as far as 512 threads go, so that the registers of the grid fit and it is resident as a whole. LayerNorm
+    (centre) sums two gradients; with a residual and several types (mixed) there are more values to hold.
     """
     block = max(next_power_of_two(n), 16)
     if block > (BACKWARD_BLOCK if centre or mixed else REREAD_BLOCK):
         return Launch(2, LOOP_BLOCK, 512 // lanes, min(multiprocessors, ceil_div(m, 2)), looped=True)
     rows = max(1024 // block, 1)
-    resident = max(8192 // (rows * block), 1) * multiprocessors
-    reread = block > BACKWARD_BLOCK
-    stages = 1 if mixed or reread else 2
-    return Launch(rows, block, rows * block // 16 // lanes, min(resident, ceil_div(m, rows)), stages, reread=reread)
+    programs = min(max(6144 // (rows * block), 1) * multiprocessors, ceil_div(m, rows))
+    if block > BACKWARD_BLOCK:
+        return Launch(rows, block, 1024 // lanes, programs, reread=True)
+    threads = max(min(rows * block // 8, 512), lanes)
+    stages = 2 if rows == 1 else 1
+    return Launch(rows, block, threads // lanes, programs, stages, registers=128 if threads == 512 else 80)
 
 
 def reduction(partial_rows: int, n: int, lanes: int) -> Launch:

@@ -11,7 +11,7 @@ float32 and writes one partial row; `reduce_partials` adds those in a fixed orde
 import triton
 import triton.language as tl
 
-from normexp.kernels.triton_forward import load_gain, load_wide
+from normexp.kernels.triton_forward import load_gain, load_wide, tile_rows
 
 
 @triton.jit
@@ -29,6 +29,17 @@ def row_means(upstream, normalised, N, CENTRE: tl.constexpr):
     if CENTRE:
         average = tl.sum(upstream, 1) / N
     return projection, average
+
+
+@triton.jit
+def read_means(
+    dy, x, weight, mean, scale, row, column, inside, M, N, dy_stride, x_stride, offset,
+    CENTRE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The means of a tile that is not kept: it will be read again."""
+    upstream = load_wide(dy, row, column, inside, dy_stride, WIDE) * load_gain(weight, column, N, offset, WIDE)
+    normalised = load_normalised(x, mean, scale, row, column, inside, M, x_stride, CENTRE, WIDE)
+    return row_means(upstream, normalised, N, CENTRE)
 
 
 @triton.jit
@@ -71,18 +82,16 @@ def backward(
     dbias_sum = tl.zeros([ROWS, BLOCK], WIDE)
     if not REREAD:
         gain = load_gain(weight, column, N, offset, WIDE)
-    for start in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < M)[:, None] & (column < N)[None, :]
+    for start in tl.range(program * ROWS, M, tl.num_programs(0).to(tl.int64) * ROWS, num_stages=STAGES):
+        row, inside = tile_rows(start, column, M, N, ROWS)
         scale = tl.load(rstd + row, mask=row < M, other=0.0)
-        upstream = load_wide(dy, row, column, inside, dy_stride, WIDE)
         if REREAD:
-            upstream *= load_gain(weight, column, N, offset, WIDE)
-            normalised = load_normalised(x, mean, scale, row, column, inside, M, x_stride, CENTRE, WIDE)
-            projection, average = row_means(upstream, normalised, N, CENTRE)
+            projection, average = read_means(
+                dy, x, weight, mean, scale, row, column, inside, M, N, dy_stride, x_stride, offset, CENTRE, WIDE
+            )
             tl.debug_barrier()  # or the compiler merges the two readings and holds the first
-            upstream = load_wide(dy, row, column, inside, dy_stride, WIDE)
             gain = load_gain(weight, column, N, offset, WIDE)
+        upstream = load_wide(dy, row, column, inside, dy_stride, WIDE)
         normalised = load_normalised(x, mean, scale, row, column, inside, M, x_stride, CENTRE, WIDE)
         if dweight is not None:
             dweight_sum += upstream * normalised
@@ -115,29 +124,28 @@ def backward_looped(
 ):  # fmt: skip
     """Rows in column blocks: their second reading and the partial sums of dweight and dbias are in the cache."""
     program = tl.program_id(0).to(tl.int64)
-    for start in range(program * ROWS, M, tl.num_programs(0) * ROWS):
+    for start in range(program * ROWS, M, tl.num_programs(0).to(tl.int64) * ROWS):
         row = start + tl.arange(0, ROWS)
-        is_first = start == program * ROWS
         scale = tl.load(rstd + row, mask=row < M, other=0.0)
         projection = tl.zeros([ROWS], WIDE)
         average = tl.zeros([ROWS], WIDE)
         for block in range(0, N, BLOCK):
             column = block + tl.arange(0, BLOCK)
-            inside = (row < M)[:, None] & (column < N)[None, :]
-            upstream = load_wide(dy, row, column, inside, dy_stride, WIDE) * load_gain(weight, column, N, offset, WIDE)
-            normalised = load_normalised(x, mean, scale, row, column, inside, M, x_stride, CENTRE, WIDE)
-            block_projection, block_average = row_means(upstream, normalised, N, CENTRE)
+            row, inside = tile_rows(start, column, M, N, ROWS)
+            block_projection, block_average = read_means(
+                dy, x, weight, mean, scale, row, column, inside, M, N, dy_stride, x_stride, offset, CENTRE, WIDE
+            )
             projection += block_projection
             average += block_average
         for block in range(0, N, BLOCK):
             column = block + tl.arange(0, BLOCK)
-            inside = (row < M)[:, None] & (column < N)[None, :]
+            row, inside = tile_rows(start, column, M, N, ROWS)
             upstream = load_wide(dy, row, column, inside, dy_stride, WIDE)
             normalised = load_normalised(x, mean, scale, row, column, inside, M, x_stride, CENTRE, WIDE)
             if dweight is not None:
-                add_to_partial(dweight, upstream * normalised, program, column, N, is_first)
+                add_to_partial(dweight, upstream * normalised, program, column, N, start == program * ROWS)
             if dbias is not None:
-                add_to_partial(dbias, upstream, program, column, N, is_first)
+                add_to_partial(dbias, upstream, program, column, N, start == program * ROWS)
             if dx is not None:
                 upstream *= load_gain(weight, column, N, offset, WIDE)
                 store_dx(
@@ -150,8 +158,7 @@ def backward_looped(
 def reduce_one(partial, out, column, programs, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     sums = tl.zeros([ROWS, BLOCK], WIDE)
     for start in range(0, programs, ROWS):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (row < programs)[:, None] & (column < N)[None, :]
+        row, inside = tile_rows(start, column, programs, N, ROWS)
         sums += load_wide(partial, row, column, inside, N, WIDE)
     tl.store(out + column, tl.sum(sums, 0).to(out.dtype.element_ty), mask=column < N)
 

@@ -12,6 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
+def tile_rows(start, column, M, N, ROWS: tl.constexpr):
+    """Row indices in 64 bits, and the mask of the tile."""
+    row = start + tl.arange(0, ROWS).to(tl.int64)
+    return row, (row < M)[:, None] & (column < N)[None, :]
+
+
+@triton.jit
 def load_wide(pointer, row, column, inside, stride, WIDE: tl.constexpr):
     return tl.load(pointer + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(WIDE)
 
@@ -55,9 +62,8 @@ def forward(
     CENTRE: tl.constexpr, ROUND_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: each operand is read once; the variance is taken in two passes over the registers."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < M)[:, None] & (column < N)[None, :]
+    row, inside = tile_rows(tl.program_id(0).to(tl.int64) * ROWS, column, M, N, ROWS)
     value = load_input(x, residual, total, row, column, inside, N, x_stride, residual_stride, WIDE)
     if CENTRE:
         average = tl.sum(value, 1) / N
@@ -89,21 +95,22 @@ def forward_looped(
     CENTRE: tl.constexpr, ROUND_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One row per program (ROWS = 1) in column blocks; the second reading of the row comes from the L2 cache."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
     average = tl.zeros([ROWS], WIDE)
     square = tl.zeros([ROWS], WIDE)
     for start in range(0, N, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < M)[:, None] & (column < N)[None, :]
+        row, inside = tile_rows(first, column, M, N, ROWS)
         value = load_input(x, residual, total, row, column, inside, N, x_stride, residual_stride, WIDE)
         average, square = merge_moments(average, square, start, value, inside, CENTRE)
     scale = tl.rsqrt(square / N + eps)
+    row = first + tl.arange(0, ROWS)
     tl.store(rstd + row, scale, mask=row < M)
     if CENTRE:
         tl.store(mean + row, average, mask=row < M)
     for start in range(0, N, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < M)[:, None] & (column < N)[None, :]
+        row, inside = tile_rows(first, column, M, N, ROWS)
         if residual is not None:
             value = load_wide(total, row, column, inside, N, WIDE)
         else:
