@@ -1,7 +1,7 @@
 """How the fused kernels are launched: a fixed function of the problem, never timed, so that a run repeats bitwise.
 
 m rows, n columns, lanes threads in a warp (32 on CUDA, 64 on CDNA). The limits are where the compiled kernels begin to
-spill registers to memory, and the warps per multiprocessor keep a persistent grid resident; the tests check both.
+spill registers to memory, and registers x threads x programs keep a persistent grid resident; the tests check both.
 """
 
 from dataclasses import dataclass
