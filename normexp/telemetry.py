@@ -5,7 +5,7 @@ flush, which makes one transfer for all rows since the last one.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -54,23 +54,28 @@ class Layout:
         self.mlp_out = [i for i, (_, name, _) in enumerate(matrices) if name == "mlp.out"]  # in the order of the blocks
         sizes = {group: sum(p.numel() for p in rest[group]) for group in self.groups}
         self.segments = [p.numel() for _, _, p in matrices] + [size for size in sizes.values() if size]
-        owners = [group for group, _, _ in matrices] + [group for group, size in sizes.items() if size]
+        owners = [group for group, _, _ in matrices]
+        by_parameter = owners + [group for group in self.groups for _ in rest[group]]
+        by_segment = owners + [group for group, size in sizes.items() if size]
         device = self.parameters[0].device
-        self._group_of = torch.tensor([self.groups.index(group) for group in owners], device=device)
+        self._parameter_owner = torch.tensor([self.groups.index(group) for group in by_parameter], device=device)
+        self._segment_owner = torch.tensor([self.groups.index(group) for group in by_segment], device=device)
         self.root_sizes = torch.tensor(self.segments[: len(matrices)], device=device).sqrt()
 
     def flat_parameters(self) -> Tensor:
         """A copy of all parameters as one vector: an operation on it is one kernel, not a hundred."""
         return torch.cat(self._views)
 
-    def segment_norms(self, flat: Tensor) -> Tensor:
-        """‖·‖₂ of each segment of a flat vector."""
-        return l2_norms(torch.split(flat, self.segments))
-
     def norms(self, flat: Tensor) -> Tensor:
-        """‖·‖₂ of each group, √Σ of squares, and then of each matrix: the values of `paths`."""
-        norms = self.segment_norms(flat)
-        squares = norms.new_zeros(len(self.groups)).index_add_(0, self._group_of, norms.square())
+        """‖·‖₂ of each group, and then of each matrix, of a flat vector: the values of `paths`."""
+        return self._by_path(l2_norms(torch.split(flat, self.segments)), self._segment_owner)
+
+    def collect(self, norms_P: Tensor) -> Tensor:
+        """The same, of the norms of each parameter."""
+        return self._by_path(norms_P, self._parameter_owner)
+
+    def _by_path(self, norms: Tensor, owner: Tensor) -> Tensor:
+        squares = norms.new_zeros(len(self.groups)).index_add_(0, owner, norms.square())
         return torch.cat([squares.sqrt(), norms[: len(self.matrices)]])
 
     def paths(self, metric: str) -> list[str]:
@@ -91,26 +96,21 @@ def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
 
 
-def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """Tensors in the order of a layout's parameters -> one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """One step of training, seen after the optimiser's step. The vectors are flat, in the order of `layout`."""
+    """One step of training, seen after the optimiser's step; all in the order of `layout.parameters`."""
 
     layout: Layout
-    gradient: Tensor  # after accumulation, unscaling and all-reduce, before clipping
-    clip_scale: Tensor  # (), what clipping multiplied the gradient with
-    before: Tensor  # the parameters before the step
-    after: Tensor
-    second_moment: Tensor | None  # Adam's v after the step; None for an optimiser without
+    parameter_gradient_norms: Tensor  # (P,) after accumulation, unscaling and all-reduce, before clipping
+    gradients: list[Tensor]  # as the optimiser saw them
+    before: Tensor  # the parameters before the step, flat
+    after: Tensor  # flat
+    second_moments: list[Tensor] | None  # Adam's v after the step; None for an optimiser without
     eps: float  # Adam's
 
     @cached_property
     def gradient_norms(self) -> Tensor:
-        return self.layout.norms(self.gradient)
+        return self.layout.collect(self.parameter_gradient_norms)
 
     @cached_property
     def weight_norms(self) -> Tensor:
@@ -134,10 +134,12 @@ def update_ratio(s: Snapshot) -> Reading:
 
 def rms_t(s: Snapshot) -> Reading:
     """√mean(g² / max(v, ε²)) per matrix, g in v already: at most 1/√(1 − β₂) (2304.13013). Empty without Adam."""
-    if s.second_moment is None:
-        return Reading([], s.gradient[:0])
-    scaled = s.gradient / s.second_moment.sqrt().clamp_min_(s.eps)
-    norms = s.layout.segment_norms(scaled)[: len(s.layout.matrices)] * s.clip_scale
+    if s.second_moments is None:
+        return Reading([], s.before[:0])
+    matrices = slice(len(s.layout.matrices))
+    roots = torch._foreach_sqrt(s.second_moments[matrices])
+    torch._foreach_clamp_min_(roots, s.eps)
+    norms = l2_norms(torch._foreach_div(s.gradients[matrices], roots))
     return Reading([f"rms_t/{name}" for name in s.layout.matrices], norms / s.layout.root_sizes)
 
 

@@ -20,7 +20,7 @@ from normexp.fields import NonNegativeFloat, PositiveInt, UserError
 from normexp.model import Transformer, cross_entropy_sum, hooks
 from normexp.norms import batch_dependent, batch_statistics
 from normexp.optim import OptimConfig, build_optimizer, learning_rate
-from normexp.telemetry import METRICS, Buffer, Layout, Reading, Snapshot, TelemetryConfig, flatten, l2_norms
+from normexp.telemetry import METRICS, Buffer, Layout, Reading, Snapshot, TelemetryConfig, l2_norms
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
@@ -85,19 +85,19 @@ class Trainer:
         saved = [buffer.clone() for buffer in self.moving]
         loss = self._backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.layout.parameters]
-        total = torch.linalg.vector_norm(l2_norms(gradients))
+        norms = l2_norms(gradients)
+        total = torch.linalg.vector_norm(norms)
         moved = [buffer.sum() for buffer in self.moving if buffer.is_floating_point()]
         finite = bool(torch.isfinite(torch.stack([loss, total, *moved])).all())
         readings = [Reading(["train/loss", "grad_norm/total"], torch.stack([loss, total]))]
         if finite and not self.telemetry.reads(self.step):
             self._update(rate, total)
         elif finite:
-            readings += self._watched_update(rate, total, flatten(gradients))
+            readings += self._watched_update(rate, total, gradients, norms)
         else:
             for buffer, before in zip(self.moving, saved, strict=True):
                 buffer.copy_(before)
-            norms = self.layout.norms(flatten(gradients))
-            readings.append(Reading(self.layout.paths("grad_norm"), norms))
+            readings.append(Reading(self.layout.paths("grad_norm"), self.layout.collect(norms)))
         self.optimizer.zero_grad(set_to_none=True)
         return self._host_values(rate), readings
 
@@ -132,20 +132,18 @@ class Trainer:
             hook()
 
     @torch.no_grad()
-    def _watched_update(self, rate: float, total: Tensor, gradient: Tensor) -> list[Reading]:
+    def _watched_update(self, rate: float, total: Tensor, gradients: list[Tensor], norms: Tensor) -> list[Reading]:
         before = self.layout.flat_parameters()
         self._update(rate, total)
-        scale = (self.train.clip / (total + 1e-6)).clamp(max=1) if self.train.clip else torch.ones_like(total)
-        after = self.layout.flat_parameters()
-        snapshot = Snapshot(self.layout, gradient, scale, before, after, self._second_moment(), self.optim.eps)
+        after, moments = self.layout.flat_parameters(), self._second_moments()
+        snapshot = Snapshot(self.layout, norms, gradients, before, after, moments, self.optim.eps)
         return [metric(snapshot) for metric in self.metrics]
 
-    def _second_moment(self) -> Tensor | None:
+    def _second_moments(self) -> list[Tensor] | None:
         if self.optim.name != "adamw":
             return None
         state = self.optimizer.state
-        moments = (state[p]["exp_avg_sq"] if p in state else torch.zeros_like(p) for p in self.layout.parameters)
-        return flatten(moments)
+        return [state[p]["exp_avg_sq"] if p in state else torch.zeros_like(p) for p in self.layout.parameters]
 
     def _host_values(self, rate: float) -> dict[str, float]:
         row = {"step": self.step, "tokens": self.tokens, "time": self.elapsed(), "train/lr": rate}
