@@ -82,6 +82,8 @@ def sweep_in(folder: Path) -> dict:
             ["model.width=100", "model.heads=3"],
             "error: model.width=100: is no multiple of model.heads=3; give 99 or 102",
         ),
+        (["norm=null"], "error: norm=null: is not a choice; give norm=<name>"),
+        (["tracker="], "error: tracker=: is not a choice; give tracker=<name>"),
         (["--nonsense"], "error: unrecognized arguments: --nonsense; see --help"),
         (["--config-dir=nowhere"], "error: --config-dir=nowhere: there is no such folder as {here}/nowhere"),
         (["-m", "norm=rms,rsm"], "error: norm=rsm: there is no such choice (did you mean rms?)"),
@@ -239,16 +241,17 @@ def test_a_cell_that_raises_or_exits_does_not_end_the_sweep(here, monkeypatch, f
     assert trained == [1]  # the finished cells are skipped
 
 
-def test_ctrl_c_ends_the_sweep_with_a_table(here, monkeypatch, capfd):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_sweep_with_a_table(here, monkeypatch, capfd, number, code):
     real = cell.Trainer.take_step
 
     def take_step(self):
         if self.seed == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return real(self)
 
     monkeypatch.setattr(cell.Trainer, "take_step", take_step)
-    assert train.main(["-m", "seed=0,1,2", *SHORT]) == 130
+    assert train.main(["-m", "seed=0,1,2", *SHORT]) == code
     assert [record["status"] for record in sweep_in(here)["cells"]] == ["finished", "interrupted", "not run"]
     assert sweep_in(here)["status"] == "interrupted"
     assert "not run" in capfd.readouterr().out

@@ -49,6 +49,9 @@ def parse(arguments: Sequence[str]) -> Command:
         raise UserError(
             f"--config-dir={given.config_dir}: there is no such folder as {Path(given.config_dir).absolute()}"
         )
+    for name, _, value in (override.partition("=") for override in given.overrides):
+        if value.strip() in ("null", "") and (normexp.CONF / name.lstrip("+")).is_dir():
+            raise UserError(f"{name}={value}: is not a choice; give {name}=<name>, one of those that --help lists")
     names = [override.partition("=")[0].lstrip("+") for override in given.overrides]
     shows = given.help or given.hydra_help or given.cfg or given.info is not None or given.shell_completion
     multirun = not shows and (given.multirun or "sweep" in names or "hydra.mode=MULTIRUN" in given.overrides)
