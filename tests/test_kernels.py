@@ -1,5 +1,6 @@
 """Which arithmetic runs where, the CPU paths and the formula; and a process for the tests of Triton's interpreter."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -174,7 +175,13 @@ def seconds(function, repeats: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128, 512, 1024])
 def test_the_cpu_path_is_fast(width):
-    """Forward + backward of 2,048 rows on one thread: at most twice LayerNorm's time, never above F.rms_norm's."""
+    """Forward + backward of 2,048 rows on one thread: at most twice LayerNorm's time, never above F.rms_norm's.
+
+    The allocator keeps its memory meanwhile: else glibc gives 4 MB back after one provider's step and not after
+    another's, and the page faults weigh more than the arithmetic.
+    """
+    for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(option, 1 << 30)
     torch.set_num_threads(1)
     x, weight, bias = torch.randn(2048, width), torch.ones(width), torch.zeros(width)
     leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
@@ -188,7 +195,9 @@ def test_the_cpu_path_is_fast(width):
         "layer_norm": lambda: backward(F.layer_norm(x, (width,), weight, bias)),
         "F.rms_norm": lambda: backward(F.rms_norm(x, (width,), weight)),
     }
-    rounds = [{name: seconds(provider, 5) for name, provider in providers.items()} for _ in range(9)]
-    median = {name: sorted(times[name] for times in rounds)[4] for name in providers}
-    assert median["ours"] <= 2 * median["layer_norm"]
-    assert median["F.rms_norm"] >= (3 if width == 512 else 1) * median["ours"]
+    rounds = [{name: seconds(provider, 20) for name, provider in providers.items()} for _ in range(7)]
+    best = {
+        name: min(times[name] for times in rounds) for name in providers
+    }  # the rest is others' work and page faults
+    assert best["ours"] <= 2 * best["layer_norm"]
+    assert best["F.rms_norm"] >= (3 if width == 512 else 1) * best["ours"]

@@ -31,10 +31,11 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+        y = torch.empty_like(x)  # before rstd, which then keeps the allocator from giving y back after every step
         rstd = inverse_rms(x, eps)
         ctx.save_for_backward(x, scale, rstd)
         ctx.eps = eps
-        y = x * rstd
+        torch.mul(x, rstd, out=y)
         return y if scale is None else y.mul_(scale)
 
     @staticmethod
