@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normexp import checkpoint
 from normexp.data import Batch, Source
-from normexp.fields import NonNegativeFloat, PositiveInt, UserError
+from normexp.fields import NonNegativeFloat, PositiveInt, Range, UserError
 from normexp.model import Transformer, cross_entropy_sum, hooks
 from normexp.norms import batch_dependent, batch_statistics
 from normexp.optim import OptimConfig, build_optimizer, learning_rate
@@ -32,7 +32,7 @@ class TrainConfig:
     grad_accum: PositiveInt  # micro-batches per step
     clip: NonNegativeFloat  # largest total gradient norm; 0: no clipping
     dtype: Literal["float32", "bfloat16"]  # bfloat16: autocast, float32 parameters
-    threads: PositiveInt  # of one operation on a CPU; it changes the last bits
+    threads: Annotated[int, Range(low=1, high=1024)]  # of one operation on a CPU; it changes the last bits
     eval_every: PositiveInt  # steps
     eval_batches: PositiveInt  # fixed validation batches of batch_size sequences
     checkpoint_every: PositiveInt  # steps

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 PATIENCE = 30.0  # seconds that workers get to end their step and save, while their parent waits
-GRACE = 4.0  # seconds that they get once it is dead
+GRACE = 3.0  # seconds that they get once it is dead
 WATCH = 0.5  # seconds between two looks at whether it is
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -346,10 +346,10 @@ def finished_files(results: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in files}
 
 
-def kill(results: Path, moment: Callable[[], object]) -> None:
+def kill(results: Path, moment: Callable[[subprocess.Popen[str]], object]) -> None:
     """The parent dies; within 5 seconds nothing of the sweep lives, and nothing new has begun."""
     process = start("-m", SEEDS, *LONG, *LOCAL)
-    moment()
+    moment(process)
     family = children(process.pid)
     process.kill()
     begun = set(summaries(results))
@@ -362,7 +362,7 @@ def kill(results: Path, moment: Callable[[], object]) -> None:
 def test_after_the_parents_death_its_workers_save_and_end_and_the_sweep_goes_on_from_there(here, undisturbed):
     results = here / "results"
 
-    kill(results, lambda: wait_until(lambda: "finished" in statuses(results) and at_work(results)))
+    kill(results, lambda process: wait_until(lambda: "finished" in statuses(results) and at_work(results)))
     assert "interrupted" in statuses(results)
     done = finished_files(results)
     assert done
@@ -381,9 +381,10 @@ def test_three_kills_at_random_moments_leave_no_trace(here, undisturbed):
         started, wait = time.time(), random.uniform(0, 10)  # seconds after the first sign of a cell
         print(f"killed after {wait:.3f} s")
 
-        def moment(started=started, wait=wait) -> None:
-            files = ("summary.json", "metrics.jsonl")
-            wait_until(lambda: any(p.stat().st_mtime > started for f in files for p in results.glob(f"runs/*/{f}")))
+        def moment(process: subprocess.Popen[str], started=started, wait=wait) -> None:
+            files = [f"runs/*/{name}" for name in ("summary.json", "metrics.jsonl")]
+            newest = lambda: max((p.stat().st_mtime for f in files for p in results.glob(f)), default=0)  # noqa: E731
+            wait_until(lambda: newest() > started or process.poll() is not None)
             time.sleep(wait)
 
         kill(results, moment)
