@@ -21,8 +21,6 @@ from normexp.kernels import Cast, Kernel
 from normexp.kernels.formula import statistics_dtype
 
 Statistics = Literal["batch_time", "position", "cumulative"]
-
-
 Unfolded = tuple[nn.Module, Tensor | None, Tensor | None]  # norm(x) = module(x) · scale + shift, in evaluation
 
 
@@ -184,10 +182,15 @@ def accumulate(count: Tensor, mean: Tensor, square: Tensor) -> tuple[Tensor, Ten
     return total, mean_up_to, (square + between).cumsum(0)
 
 
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The norms in the model that take statistics across samples."""
+    return [module for module in model.modules() if hasattr(module, "frozen")]
+
+
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
     """Inside, every batch norm normalises by the statistics of the batch in hand and moves no running ones."""
-    norms = [module for module in model.modules() if hasattr(module, "frozen")]
+    norms = batch_norms(model)
     for norm in norms:
         setattr(norm, "frozen", True)  # noqa: B010  the type checker knows no attributes of a module
     try:
@@ -195,8 +198,3 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for norm in norms:
             setattr(norm, "frozen", False)  # noqa: B010
-
-
-def batch_dependent(model: nn.Module) -> bool:
-    """Whether any norm in the model takes statistics across samples."""
-    return any(hasattr(module, "frozen") for module in model.modules())

@@ -23,9 +23,8 @@ import yaml
 import normexp
 from normexp.fields import UserError
 
-NUMERICS = (
-    1  # raise it when a fix changes the numbers of a run: old runs then keep their names, and new ones get theirs
-)
+# Raised when a fix changes the numbers of a run: old runs then keep their names, and new ones get theirs.
+NUMERICS = 1
 
 # What cannot change a number, left out of the hash. The corpus is in it by content; the names of choices say nothing
 # that their values do not say.

@@ -18,7 +18,7 @@ from normexp import checkpoint
 from normexp.data import Batch, Source
 from normexp.fields import NonNegativeFloat, PositiveInt, Range, UserError
 from normexp.model import Transformer, cross_entropy_sum, hooks
-from normexp.norms import batch_dependent, batch_statistics
+from normexp.norms import batch_norms, batch_statistics
 from normexp.optim import OptimConfig, build_optimizer, learning_rate
 from normexp.telemetry import METRICS, Buffer, Layout, Reading, Snapshot, TelemetryConfig, l2_norms
 
@@ -160,7 +160,7 @@ class Trainer:
     def evaluate(self) -> list[Reading]:
         """Validation loss in nats per token; where norms depend on the batch, by running and by batch statistics."""
         readings = [Reading(["val/loss"], self._validation_loss())]
-        if batch_dependent(self.model):
+        if batch_norms(self.model):
             with batch_statistics(self.model):
                 readings.append(Reading(["val/loss_batch_stats"], self._validation_loss()))
         return readings

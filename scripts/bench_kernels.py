@@ -200,10 +200,7 @@ def main() -> None:
                 continue
             torch._dynamo.reset()
             rows += measure_problem(op, m, n, device, options)
-    record = {
-        "device": timing.device_name(device), "dtype": "bfloat16" if device.type == "cuda" else "float32",
-        "versions": timing.versions(), "copy_gb_per_second": copy / 1e9, "rows": rows, "missing": missing,
-    }  # fmt: skip
+    record = timing.facts(device) | {"copy_gb_per_second": copy / 1e9, "rows": rows, "missing": missing}
     text = page(record)
     print(text)
     print(timing.write(options.out, "kernels", device, record, text))

@@ -166,10 +166,7 @@ def main() -> None:
         torch._dynamo.reset()
         norms += compare_norms(m, n, device, options)
         linears.append(compare_linear(m, n, device, options))
-    record = {
-        "device": timing.device_name(device), "dtype": "bfloat16" if device.type == "cuda" else "float32",
-        "versions": timing.versions(), "norms": norms, "linears": linears, "missing": missing,
-    }  # fmt: skip
+    record = timing.facts(device) | {"norms": norms, "linears": linears, "missing": missing}
     text = page(record)
     print(text)
     print(timing.write(options.out, "norms", device, record, text))

@@ -13,16 +13,7 @@ import yaml
 
 from normexp import cell, train
 from normexp.runs import RunFolder
-
-SHORT = [
-    "tracker.mode=disabled",
-    "device=cpu",
-    "model.depth=1",
-    "model.width=16",
-    "model.context=16",
-    "train.steps=3",
-    "train.eval_batches=1",
-]
+from tests.tiny import SHORT
 
 MY_NORM = """
 from torch import nn

@@ -21,17 +21,9 @@ from normexp import cell, commandline, launching, progress, sweeps, train, worke
 from normexp.commandline import base, grids
 from normexp.fields import UserError
 from normexp.runs import RunFolder
+from tests.tiny import SHORT
 
 SWEEPS = sorted(path.stem for path in (normexp.CONF / "sweep").glob("*.yaml"))
-SHORT = [
-    "tracker.mode=disabled",
-    "device=cpu",
-    "model.depth=1",
-    "model.width=16",
-    "model.context=16",
-    "train.steps=3",
-    "train.eval_batches=1",
-]
 LOCAL = ["hydra/launcher=local", "hydra.launcher.n_jobs=2"]
 SEEDS = "seed=0,1,2,3,4"
 LONG = [*SHORT, "train.steps=500", "telemetry.flush_every=5", "train.checkpoint_every=50"]

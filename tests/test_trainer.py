@@ -10,6 +10,7 @@ import torch
 
 from normexp import checkpoint
 from normexp.fields import UserError
+from normexp.norms import batch_norms
 from normexp.optim import learning_rate
 from normexp.telemetry import Buffer
 from normexp.trainer import Outcome, fit, interruption, micro_batches, stream
@@ -354,11 +355,9 @@ def test_an_evaluation_between_forward_and_backward(stats, padded):
     gradients = []
     for evaluated in (False, True):
         trainer = tiny.trainer("bn", source=tiny.Source(padded))
-        for norm in trainer.model.modules():
-            if hasattr(norm, "frozen"):
-                norm.stats = stats
-        if stats == "position":
-            for norm in [module for module in trainer.model.modules() if hasattr(module, "frozen")]:
+        for norm in batch_norms(trainer.model):
+            norm.stats = stats
+            if stats == "position":
                 norm.running_mean, norm.running_var = torch.zeros(16, 16), torch.ones(16, 16)
         loss = trainer._loss_sum(trainer.source.batch(0, 1, 4))
         if evaluated:

@@ -57,6 +57,17 @@ class Source:
         return [self.batch(999, index, rows) for index in range(batches)]
 
 
+# A command that trains the smallest cell.
+SHORT = [
+    "tracker.mode=disabled",
+    "device=cpu",
+    "model.depth=1",
+    "model.width=16",
+    "model.context=16",
+    "train.steps=3",
+    "train.eval_batches=1",
+]
+
 OPTIM = OptimConfig("adamw", 3e-3, 2, "constant", 0.0, 0.0, (0.9, 0.98), 1e-8, 0.0)
 TRAIN = TrainConfig(
     steps=8, batch_size=4, grad_accum=1, clip=0.0, dtype="float32", threads=1, eval_every=4, eval_batches=2,

@@ -102,6 +102,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def facts(device: torch.device) -> dict[str, Any]:
+    """What a benchmark's record says of itself: GPUs are measured in bfloat16, CPUs in float32."""
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return {"device": device_name(device), "dtype": dtype, "versions": versions()}
+
+
 def write(folder: Path, name: str, device: torch.device, record: dict[str, Any], text: str) -> Path:
     """`name`_cpu.json and .md, or with the name of the GPU; returns the page."""
     where = "cpu" if device.type == "cpu" else device_name(device).lower().replace(" ", "_").replace("/", "_")
