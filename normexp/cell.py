@@ -4,6 +4,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from normexp.runs import RunFolder, git_commit, machine, run_id, versions
 from normexp.summary import read_rows, summarise
 from normexp.trackers import Jsonl, Null, Row, Wandb, open_tracker
 from normexp.trainer import Outcome, Trainer, fit, interruption
+from normexp.verdict import Verdict
 
 KEPT = 4  # corpora of different configs
+JUDGED = [field.name for field in fields(Verdict)]
 
 
 def open_source(config: Config) -> Source:
@@ -187,7 +190,7 @@ def _summarise(config: Config, source: Source, folder: RunFolder) -> dict[str, A
 
 def _ended(outcome: Outcome) -> dict[str, Any]:
     if outcome.signal is not None:  # a part of a run has no verdict
-        return {"status": "interrupted", "signal": outcome.signal, "verdict": None, "reason": None}
+        return {"status": "interrupted", "signal": outcome.signal, **dict.fromkeys(JUDGED)}
     return {"status": "finished", "stopped_early": outcome.stopped_early}
 
 

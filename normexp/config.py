@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import torch
 
 from normexp import kernels
 from normexp.data import Source
-from normexp.fields import NonNegativeInt, UserError, cast_arguments, cast_dataclass, suggest
+from normexp.fields import NonNegativeInt, UserError, cast_arguments, cast_dataclass, show, suggest
 from normexp.model import ModelConfig
 from normexp.optim import OptimConfig
 from normexp.placements import Block, NormFactory
@@ -85,6 +86,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
     config.resolved.update(_resolved(tree, arguments, config))
     _check_schedule(config)
     _check_model(config)
+    _check_memory(config)
     _check_context(config)
     _check_norm(config)
     return config
@@ -166,7 +168,9 @@ def _check_model(config: Config) -> None:
     if width % heads:
         below = width - width % heads
         near = f"{below} or {below + heads}" if below else f"{heads}"
-        raise UserError(f"model.width={width}: is no multiple of model.heads={heads}; give {near}")
+        raise UserError(
+            f"model.heads={heads}: does not divide model.width={width}; give another number, or a width of {near}"
+        )
     if round(config.model.mlp_ratio * width) < 1:
         raise UserError(
             f"model.mlp_ratio={config.model.mlp_ratio:g}: leaves an MLP of width {width} no hidden channel; "
@@ -177,6 +181,34 @@ def _check_model(config: Config) -> None:
             f"model.position=rotary: rotates pairs, and model.width={width} over model.heads={heads} leaves "
             f"{width // heads} channels a head, an odd number; give a width of {2 * heads} times a number"
         )
+
+
+def _check_memory(config: Config) -> None:
+    """Refuses what cannot be held by any reckoning: it would fail late, with a traceback."""
+    model, train = config.model, config.train
+    row = 4 * train.batch_size * model.context  # bytes of a float for each token of a micro-batch
+    weights = model.depth * model.width**2 * (4 + 2 * model.mlp_ratio)
+    least = {
+        ("model.width", "model.depth", "model.mlp_ratio"): 16 * weights,  # with gradients and two moments
+        ("train.batch_size", "model.context", "model.width", "model.depth"): 2 * row * model.width * model.depth,
+        ("train.batch_size", "model.context", "train.grad_accum"): 4 * row * train.grad_accum,  # ids and targets
+        ("train.batch_size", "model.context", "train.eval_batches"): 4 * row * train.eval_batches,
+    }
+    there = _memory(config.device)
+    for names, needed in least.items():
+        if needed > there:
+            given = " ".join(f"{name}={show(attrgetter(name)(config))}" for name in names)
+            raise UserError(
+                f"{given}: needs {needed / 1e9:,.0f} GB or more, and device={config.device.type} has "
+                f"{there / 1e9:,.0f}; lower one of them"
+            )
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of all memory there is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check_context(config: Config) -> None:

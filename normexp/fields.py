@@ -224,7 +224,7 @@ def _str(value: Any) -> str:
 
 
 def _path(value: Any) -> Path:
-    return value if isinstance(value, Path) else Path(_str(value))
+    return value if isinstance(value, Path) else Path(_str(value) or _refuse())
 
 
 def _none(value: Any) -> None:

@@ -186,11 +186,12 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines under the verdict; what is not known is left out."""
     reason = summary.get("reason") or summary.get("error")
     running = "" if summary.get("val_loss_batch_stats") is None else "  by running statistics"
+    early = "" if summary.get("val_step") in (None, summary.get("steps")) else f"  at step {summary['val_step']}"
     lines = [
         ("", reason),
         ("first bad step", _where(summary)),
-        ("validation loss", _loss(summary, "val_loss", running)),
-        ("", _loss(summary, "val_loss_batch_stats", "  by batch statistics")),
+        ("validation loss", _loss(summary, "val_loss", running + early)),
+        ("", _loss(summary, "val_loss_batch_stats", "  by batch statistics" + early)),
         ("best", _loss(summary, "best_val_loss", "")),
         ("unigram entropy H₁", _loss(summary, "unigram_entropy", "  where a collapsed run stays")),
         ("steps", _effort(summary)),

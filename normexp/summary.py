@@ -33,6 +33,7 @@ def summarise(
     return {
         **vars(verdict),
         "val_loss": float(losses[-1]) if len(losses) else None,
+        "val_step": validated[-1]["step"] if validated else None,
         "best_val_loss": float(np.nanmin(trained)) if np.isfinite(trained).any() else None,
         "val_loss_batch_stats": _last(validated, "val/loss_batch_stats"),
         "bits_per_byte": float(losses[-1]) / math.log(2) / bytes_per_token if len(losses) else None,

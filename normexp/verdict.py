@@ -39,6 +39,7 @@ class History:
     grad_norm: Floats
     val_loss: float  # final, the one that decides: with batch statistics where there are any
     initial_loss: float  # validation before the first step, likewise
+    by_batch: bool  # whether these two are with batch statistics
 
     @staticmethod
     def of(rows: Sequence[Row]) -> "History":
@@ -51,7 +52,14 @@ class History:
             grad_norm=column(trained, "grad_norm/total"),
             val_loss=validated[-1] if validated else math.nan,
             initial_loss=validated[0] if validated else math.nan,
+            by_batch=any("val/loss_batch_stats" in row for row in rows),
         )
+
+    def loss_against(self, bound: float) -> tuple[str, str]:
+        """The final loss and a bound that it is compared with, in as many digits as tell them apart."""
+        digits = next((n for n in range(3, 9) if f"{self.val_loss:.{n}f}" != f"{bound:.{n}f}"), 9)
+        by = " by batch statistics" if self.by_batch else ""
+        return f"validation loss {self.val_loss:.{digits}f}{by}", f"{bound:.{digits}f}"
 
 
 def deciding_loss(row: Row) -> float | None:
@@ -71,21 +79,22 @@ def judge(rows: Sequence[Row], *, unigram_entropy: float, vocab_size: int, warmu
 
     diverged: a non-finite final validation loss, a last quarter without one finite step, or a final loss more than
     0.05 above min(initial loss, ln V);
-    collapsed: a final loss above H₁ − 0.05 on a plateau, after the warmup;
-    undecided: above H₁ − 0.05, but still moving or in the warmup;
+    collapsed: a final loss above min(H₁, ln V) − 0.05 on a plateau, after the warmup;
+    undecided: above that, but still moving or in the warmup;
     unstable: learned, with a spike score of loss or gradient norm above 0.01;
     trained: the rest.
     """
     history = History.of(rows)
     if not len(history.steps) or not any(deciding_loss(row) is not None for row in rows):
         return Verdict("undecided", "no step or no validation was recorded")
+    guess = min((unigram_entropy, "H₁"), (math.log(vocab_size), "ln V"))  # the best one that reads no context
     ceiling = min(x for x in (history.initial_loss, math.log(vocab_size)) if not math.isnan(x)) + MARGIN
     return (
         _diverged(history, ceiling)
-        or _collapsed(history, unigram_entropy, warmup_steps)
+        or _collapsed(history, *guess, warmup_steps)
         or _unstable(history)
         or Verdict(
-            "trained", f"validation loss {history.val_loss:.3f}, {unigram_entropy - history.val_loss:.3f} below H₁"
+            "trained", f"{history.loss_against(guess[0])[0]}, {guess[0] - history.val_loss:.3f} below {guess[1]}"
         )
     )
 
@@ -101,7 +110,8 @@ def _diverged(history: History, ceiling: float) -> Verdict | None:
     if history.val_loss > ceiling:
         below = np.flatnonzero(history.loss <= ceiling)
         first = int(history.steps[min(below[-1] + 1, len(bad) - 1)]) if len(below) else int(history.steps[0])
-        reason = f"validation loss {history.val_loss:.3f} ends above min(initial, ln V) + {MARGIN} = {ceiling:.3f}"
+        loss, bound = history.loss_against(ceiling)
+        reason = f"{loss} ends above min(initial, ln V) + {MARGIN} = {bound}"
         return Verdict("diverged", reason, first)
     return None
 
@@ -117,10 +127,11 @@ def non_finite_layer(row: Row) -> str | None:
     return None if "train/loss" in bad or not layers else max(layers, key=lambda name: (ends.get(name, 1), name))
 
 
-def _collapsed(history: History, unigram_entropy: float, warmup_steps: int) -> Verdict | None:
-    if history.val_loss <= unigram_entropy - MARGIN:
+def _collapsed(history: History, guess: float, name: str, warmup_steps: int) -> Verdict | None:
+    if history.val_loss <= guess - MARGIN:
         return None
-    above = f"validation loss {history.val_loss:.3f} is not below H₁ − {MARGIN} = {unigram_entropy - MARGIN:.3f}"
+    loss, bound = history.loss_against(guess - MARGIN)
+    above = f"{loss} is not below {name} − {MARGIN} = {bound}"
     if history.steps[-1] <= warmup_steps:
         return Verdict("undecided", f"{above}, and the warmup is not over")
     quarter = len(history.loss) // 4

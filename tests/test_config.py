@@ -103,7 +103,7 @@ REFUSED = [
     ("norm=rsm", "norm=rsm: there is no such choice (did you mean rms?)"),
     ("plcement=pre", "plcement=pre: there is no such field (did you mean placement"),
     ("+placment=pre", "placment=pre: there is no such field (did you mean placement?)"),
-    ("norm.epss=1e-6", "norm.epss=1e-6: there is no such field (did you mean norm.eps"),
+    ("norm.epss=1e-6", "norm.epss=1e-6: the chosen norm has no such field (did you mean norm.eps"),
     ("+norm.epss=1e-6", "norm.epss=1e-06: there is no such field (did you mean eps?)"),
     ("lr=1", "lr=1: there is no such field; did you mean optim.lr?"),
     ("norm.momentum=1", "norm.momentum=1: the chosen norm has no such field; it belongs to norm=bn"),
@@ -159,7 +159,7 @@ def test_warmup_longer_than_the_run_is_refused_and_as_long_is_not():
 
 def test_width_must_be_a_multiple_of_heads():
     line = refusal("model.width=100", "model.heads=3")
-    assert line == "model.width=100: is no multiple of model.heads=3; give 99 or 102"
+    assert line == "model.heads=3: does not divide model.width=100; give another number, or a width of 99 or 102"
     assert load("model.width=99", "model.heads=3").model.width == 99
 
 

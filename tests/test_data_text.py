@@ -84,6 +84,16 @@ def test_path_may_be_relative_and_hold_any_sign(tmp_path, monkeypatch):
         (b"in the middle\0of a line" * 9, {}, r"byte 13 is not UTF-8 text \(NUL byte\)"),
         (b"lone \xed\xa0\x80 surrogate" * 9, {}, r"byte 5 is not UTF-8 text"),
         (b"cut in the middle of a sign \xe2\x82", {}, r"byte 28 is not UTF-8 text"),
+        (
+            b"x" * 5000,
+            {"validation": 0.5},
+            r"the last 50 % of the text, holds nearly one token only \(0\.000 nats each",
+        ),
+        (
+            b"some plain words. " * 500 + bytes(range(1, 127)) * 20,
+            {"validation": 0.2},
+            r"the last 20 % of the text, is unlike .* a token costs \d\.\d+ nats, by a uniform guess 4\.836",
+        ),
     ],
 )
 def test_bad_text_is_refused_in_one_line_before_anything_is_written(read, tmp_path, content, settings, message):
@@ -123,7 +133,7 @@ def test_missing_path(tmp_path):
     (tmp_path / "empty").mkdir()
     for path, message in [
         (tmp_path / "missing.txt", "neither a file nor a folder"),
-        ("", "neither a file nor a folder"),
+        ("", "is empty; give a file or a folder"),
         ("x" * 5000, "neither a file nor a folder"),
         ("~nobody-of-that-name/x", "neither a file nor a folder"),
         ("/dev/zero", "neither a file nor a folder"),

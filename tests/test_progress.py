@@ -193,6 +193,11 @@ def test_a_batch_norm_shows_both_losses(capsys):
     assert ("validation loss", "not finite  by running statistics") in found
 
 
+def test_a_loss_from_before_the_end_says_of_which_step_it_is(capsys):
+    assert ("validation loss", "2.213  at step 300") in rows(table(capsys, {"val_step": 300, "steps": 340}))
+    assert ("validation loss", "2.213") in rows(table(capsys, {"val_step": 340, "steps": 340}))
+
+
 def test_a_run_without_a_verdict_shows_its_status(capsys):
     closing_table({"run_id": RUN, "status": "failed", "error": "OSError: [Errno 28] no space"}, Path("/x"), None)
     text = capsys.readouterr().out

@@ -25,6 +25,7 @@ def test_the_numbers_of_a_trained_run():
     summary = summarise(rows({0: 4.2, 4: 1.8, 8: 2.0}), **ABOUT)
     assert summary["verdict"] == "trained"
     assert (summary["val_loss"], summary["best_val_loss"], summary["initial_loss"]) == (2.0, 1.8, 4.2)
+    assert summary["val_step"] == 8
     assert summary["bits_per_byte"] == pytest.approx(2.0 / math.log(2) / 2)
     assert (summary["steps"], summary["tokens"], summary["seconds"], summary["tokens_per_second"]) == (8, 80, 4.0, 20.0)
     assert summary["skipped_steps"] == 0
@@ -60,6 +61,7 @@ def test_batch_statistics_decide_where_there_are_any():
 def test_a_run_without_a_step_has_no_numbers():
     summary = summarise([], **ABOUT)
     assert (summary["verdict"], summary["val_loss"], summary["steps"]) == ("undecided", None, 0)
+    assert summary["val_step"] is None
 
 
 def test_rows_are_read_up_to_a_torn_line(tmp_path):

@@ -36,12 +36,27 @@ FLAT = [4.4] + [3.03] * 199
 def test_trained():
     result = verdict(history(FALLING, 2.2))
     assert (result.verdict, result.first_bad_step) == ("trained", None)
-    assert "0.824 below" in result.reason
+    assert result.reason == "validation loss 2.200, 0.824 below H₁"
 
 
 @pytest.mark.parametrize(("val", "expected"), [(2.98, "collapsed"), (2.97, "trained"), (3.03, "collapsed")])
 def test_collapsed_stands_within_a_margin_of_the_unigram_entropy(val, expected):
     assert verdict(history(FLAT, val)).verdict == expected
+
+
+def test_a_loss_must_beat_a_uniform_guess_too():
+    """H₁ is above ln V where the validation text is unlike the training text."""
+    flat = judge(history(FLAT, 4.16), unigram_entropy=9.9, vocab_size=65, warmup_steps=0)
+    assert (flat.verdict, flat.reason.endswith("is not below ln V − 0.05 = 4.124")) == ("collapsed", True)
+    learnt = judge(history(FALLING, 2.2), unigram_entropy=9.9, vocab_size=65, warmup_steps=0)
+    assert learnt.reason == "validation loss 2.200, 1.974 below ln V"
+
+
+def test_a_loss_and_its_bound_are_told_apart():
+    assert "2.97403 is not below H₁ − 0.05 = 2.97400" in verdict(history(FLAT, 2.97403)).reason
+    assert "3.025 is not below H₁ − 0.05 = 2.974" in verdict(history(FLAT, 3.025)).reason
+    ceiling = math.log(65) + 0.05
+    assert f"{ceiling + 3e-6:.6f} ends above min(initial, ln V)" in verdict(history(FLAT, ceiling + 3e-6)).reason
 
 
 def test_collapsed_names_the_first_vanished_layer():
@@ -121,6 +136,8 @@ def test_batch_statistics_decide_for_batch_norm():
     rows = history(FALLING, 6.5, batch_stats=2.3)
     assert verdict(rows).verdict == "trained"
     assert History.of(rows).val_loss == 2.3
+    assert verdict(rows).reason == "validation loss 2.300 by batch statistics, 0.724 below H₁"
+    assert "3.010 by batch statistics is not below" in verdict(history(FLAT, 2.2, batch_stats=3.01)).reason
 
 
 def test_unstable_counts_spikes_of_loss_or_gradient():

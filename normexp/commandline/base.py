@@ -49,13 +49,27 @@ def parse(arguments: Sequence[str]) -> Command:
         raise UserError(
             f"--config-dir={given.config_dir}: there is no such folder as {Path(given.config_dir).absolute()}"
         )
-    for name, _, value in (override.partition("=") for override in given.overrides):
-        if value.strip() in ("null", "") and (normexp.CONF / name.lstrip("+")).is_dir():
-            raise UserError(f"{name}={value}: is not a choice; give {name}=<name>, one of those that --help lists")
-    names = [override.partition("=")[0].lstrip("+") for override in given.overrides]
+    for override in given.overrides:
+        _refuse_what_is_no_choice(*override.partition("="))
+    overrides = [_without_tilde(override) for override in given.overrides]
+    names = [override.partition("=")[0].lstrip("+") for override in overrides]
     shows = given.help or given.hydra_help or given.cfg or given.info is not None or given.shell_completion
-    multirun = not shows and (given.multirun or "sweep" in names or "hydra.mode=MULTIRUN" in given.overrides)
-    return Command(flags, given.overrides, given.config_dir, multirun)
+    multirun = not shows and (given.multirun or "sweep" in names or "hydra.mode=MULTIRUN" in overrides)
+    return Command(flags, overrides, given.config_dir, multirun)
+
+
+def _refuse_what_is_no_choice(name: str, sign: str, value: str) -> None:
+    group, _, field = name.lstrip("+").partition(".")
+    if field in ("_target_", "_partial_"):  # else a run would bear the name of a choice that it is not
+        raise UserError(f"{name}={value}: is set by the choice; give {group}=<name>, of a yaml of your own if need be")
+    if (normexp.CONF / name.lstrip("+")).is_dir() and (value.strip() in ("null", "") or value.strip()[0] in "{["):
+        raise UserError(f"{name}={value}: is not a choice; give {name}=<name>, one of those that --help lists")
+
+
+def _without_tilde(override: str) -> str:
+    """A path below the home directory, which Hydra wants quoted."""
+    name, _, value = override.partition("=")
+    return f"{name}='{quoted(Path(value).expanduser())}'" if value.startswith("~") else override
 
 
 def _refuse_flag(message: str) -> None:

@@ -5,6 +5,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -13,11 +14,18 @@ from omegaconf.errors import OmegaConfBaseException
 import normexp
 from normexp.fields import UserError, suggest
 
+CLASSES = ("norm", "placement", "data")  # groups whose choices have fields of their own
+
 
 def exit_code(run: Callable[[], int]) -> int:
     """What `run` returns; 2 after one line for a user's mistake, 1 after the traceback of a fault, 130 for Ctrl-C."""
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of a reader that has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
@@ -62,9 +70,12 @@ def _near(name: str) -> str:
     namesakes = [field for field in fields if field.rpartition(".")[2] == name.rpartition(".")[2]]
     if namesakes:
         return f"there is no such field; did you mean {' or '.join(namesakes)}?"
-    parent = name.rpartition(".")[0]
-    neighbours = [field for field in fields if field.rpartition(".")[0] == parent]
-    return f"there is no such field{suggest(name, neighbours or fields)}"
+    group = name.rpartition(".")[0]
+    neighbours = {field: owners for field, owners in fields.items() if field.rpartition(".")[0] == group}
+    if group not in CLASSES:
+        return f"there is no such field{suggest(name, neighbours or fields)}"
+    likely = [f"{field} of {' and '.join(neighbours[field])}" for field in get_close_matches(name, neighbours, 1, 0.7)]
+    return f"the chosen {group} has no such field{f' (did you mean {likely[0]}?)' if likely else ''}"
 
 
 def _fields() -> dict[str, list[str]]:

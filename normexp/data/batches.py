@@ -3,6 +3,7 @@
 B: rows, T: context, in tokens. N: tokens of a part, V: vocabulary.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ Shape = Literal["packed", "padded"]
 IGNORED = -100  # the target that cross entropy leaves out
 PAD = 0  # pads need an id that the embedding knows; the mask, not the id, marks them
 BLOCK = 1 << 24  # tokens counted at once
+SLACK = 0.05  # nats: the margin of the verdicts
+ENOUGH = 1000  # tokens that show what a text is like
 
 
 class Batch(NamedTuple):
@@ -34,7 +37,8 @@ class Source:
 
     sha256: of the corpus's bytes, so the same text has the same hash wherever it lies.
     unigram_entropy: in nats, of the tokens that validation rows can have as targets, under the add-one-smoothed unigram
-        distribution of the training part.
+        distribution of the training part. UserError where a uniform guess would do better (the parts have little in
+        common) or where it is so low that nothing is left to learn, unless the part is too short to tell.
     bytes_per_token: of the validation part; bits per byte = nats per token / ln 2 / bytes_per_token.
     """
 
@@ -54,6 +58,19 @@ class Source:
         train, held_out = (_counts(ids, self.vocab_size) for ids in (parts["training"], self._validation.targets()))
         self.unigram_entropy = float(-held_out @ np.log((train + 1) / (train + 1).sum()) / held_out.sum())
         self.bytes_per_token = float(held_out @ tokens.widths / held_out.sum())
+        if held_out.sum() >= ENOUGH:
+            self._refuse_odd_validation(name, validation)
+
+    def _refuse_odd_validation(self, name: str, share: float) -> None:
+        entropy, uniform = self.unigram_entropy, math.log(self.vocab_size)
+        part = f"the validation part, the last {100 * share:.3g} % of the text,"
+        if entropy > uniform + SLACK:
+            raise UserError(
+                f"{name}: {part} is unlike the training part: by that one's frequencies a token costs {entropy:.3f} "
+                f"nats, by a uniform guess {uniform:.3f}; give text of one kind, in files whose order does not matter"
+            )
+        if entropy < SLACK:
+            raise UserError(f"{name}: {part} holds nearly one token only ({entropy:.3f} nats each); give other text")
 
     def batch(self, seed: int, step: int, rows: int) -> Batch:
         """Rows drawn uniformly with replacement; the first n are the same whatever `rows`. 0 <= seed, step < 2^64."""

@@ -64,8 +64,10 @@ def _kjv_verses() -> list[dict[str, Any]]:
 
 
 def _files(path: str, cache: Path) -> list[Path]:
+    if not path:
+        raise UserError("data.path=: is empty; give a file or a folder")
     root = Path(os.path.expanduser(path)).absolute()
-    if not path or not (os.path.isfile(root) or os.path.isdir(root)):  # of os.path, since Path.is_file may raise
+    if not (os.path.isfile(root) or os.path.isdir(root)):  # of os.path, since Path.is_file may raise
         raise UserError(f"data.path={path}: {root} is neither a file nor a folder; give one that exists")
     if cache.resolve().is_relative_to(root.resolve()):
         raise UserError(f"data.path={path}: holds the results folder, so each run would change it; give another folder")
