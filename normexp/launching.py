@@ -6,6 +6,7 @@ Every launcher runs the same task; how a cell ended is read from its run folder.
 import contextlib
 import functools
 import os
+import shlex
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -37,11 +38,17 @@ def run_sweep(command: commandline.Command, given: Sequence[str], task: Task) ->
     waiting = sweeps.unfinished(planned)
     launch = Launch(grid, folder, waiting, task)
     progress.tell(launch.opening(planned))
-    interrupted = launch.run() if waiting else 0
-    ended = [replace(cell, error=cell.error or launch.faults.get(cell.overrides)) for cell in planned]
-    records = sweeps.write(folder, given, "interrupted" if interrupted else "finished", ended)
-    with contextlib.suppress(OSError):  # of a reader that has gone, as in `| head`
-        print(f"{sweeps.table(records)}\nthe sweep: {folder}", flush=True)
+    status, interrupted = "failed", 0
+    try:
+        interrupted = launch.run() if waiting else 0
+        status = "interrupted" if interrupted else "finished"
+    finally:
+        ended = [replace(cell, error=cell.error or launch.faults.get(cell.overrides)) for cell in planned]
+        records = sweeps.write(folder, given, status, ended)
+        with contextlib.suppress(OSError):  # of a reader that has gone, as in `| head`
+            print(sweeps.table(records, progress.columns()), flush=True)
+            print(f"\nruns    {folder.parent.parent / 'runs'}\nsweep   {folder}", flush=True)
+            print(f"report  {shlex.join(['python', '-m', 'normexp.report', str(folder)])}", flush=True)
     return Ended(interrupted or int(any(record["status"] != "finished" for record in records)), folder)
 
 
@@ -120,13 +127,12 @@ class Launch:
                 self._launch(waiting)
                 return
             except commandline.WorkerDied:
-                suspects = [cell for cell in waiting if cell.summary().get("status") == "running"]
-                if not suspects:
-                    raise
+                left = [cell for cell in waiting if not self.watch.ended(cell)]
+                suspects = [cell for cell in left if cell.summary().get("status") == "running"] or left
                 progress.tell(f"a worker was killed; trying again, one at a time: {len(suspects)} cells")
             for cell in suspects:
                 self._try_alone(cell)
-            waiting = [cell for cell in waiting if cell not in suspects and not self.watch.ended(cell)]
+            waiting = [cell for cell in left if cell not in suspects]
 
     def _try_alone(self, cell: sweeps.Cell) -> None:
         try:
@@ -134,6 +140,7 @@ class Launch:
         except commandline.WorkerDied:
             reason = "its process was killed twice, the second time while it ran alone; perhaps for want of memory"
             folder = RunFolder(cell.folder)
+            folder.path.mkdir(parents=True, exist_ok=True)
             folder.write_summary(folder.summary() | {"status": "failed", "error": reason})
 
     def _launch(self, cells: Sequence[sweeps.Cell]) -> None:

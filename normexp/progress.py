@@ -5,6 +5,7 @@ Without a terminal the bar is about ten plain lines, which a log file can hold.
 
 import io
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -146,6 +147,11 @@ class SweepProgress:
         if not left:
             return f"{_duration(seconds)} taken"
         return f"{_duration(seconds / done * left)} left" if done else f"{_duration(seconds)} so far"
+
+
+def columns() -> int | None:
+    """Of the terminal; None where standard output is none, and lines may be of any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def tell(line: str) -> None:

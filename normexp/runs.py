@@ -136,7 +136,7 @@ class RunFolder:
 
     def holder(self) -> int | None:
         """The process on this machine that holds the lock, None where none does."""
-        with suppress(OSError, ValueError), (self.path / "lock").open(encoding="utf-8") as stream:
+        with suppress(OSError, ValueError, IndexError), (self.path / "lock").open(encoding="utf-8") as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,8 @@ from normexp.runs import RunFolder, write_atomically
 
 T = TypeVar("T")
 ENDED = ("finished", "failed", "interrupted")  # statuses of a run that nobody is at
-OUTSIDE = ("results", "device", "tracker", "hydra")  # overrides that leave a sweep the same
+OUTSIDE = ("results.", "device.", "tracker.", "hydra/launcher.", "hydra.launcher.")  # these leave a sweep the same
+ALIKE = "(all the same)"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Cell:
             "run_id": self.name if self.place else None,
             "status": summary.get("status", "not run") if self.place else "refused",
             "verdict": summary.get("verdict"),
+            "val_loss": summary.get("val_loss"),
+            "val_loss_batch_stats": summary.get("val_loss_batch_stats"),
             "folder": str(self.folder) if self.place else None,
             "error": self.error or summary.get("error"),
         }
@@ -82,8 +86,8 @@ def unfinished(cells: Sequence[Cell]) -> list[Cell]:
 
 def folder_name(name: str | None, overrides: Sequence[str]) -> str:
     """The sweep's name; with other overrides, or without a name, a short hash of these says which sweep it is."""
-    own = sorted(o for o in overrides if o.lstrip("+").partition("=")[0].split(".")[0].split("/")[0] not in OUTSIDE)
-    own = [override for override in own if override.lstrip("+").partition("=")[0] != "sweep"]
+    names = {override: override.lstrip("+").partition("=")[0] for override in overrides}
+    own = sorted(o for o, name in names.items() if name != "sweep" and not f"{name}.".startswith(OUTSIDE))
     short = hashlib.sha256("\n".join(own).encode()).hexdigest()[:8]
     return "-".join([*([name] if name else []), *([short] if own or not name else [])])
 
@@ -101,20 +105,46 @@ def write(folder: Path, command: Sequence[str], status: str, cells: Sequence[Cel
     return records
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """One line a cell: the overrides that differ between cells, status, verdict, folder, error."""
+def table(records: Sequence[Mapping[str, Any]], width: int | None) -> str:
+    """One line a cell: the overrides that differ between cells, status, verdict, validation loss and run; below them
+    the errors and a count. Names are shortened, and then cut, until a line has `width` columns (None: any)."""
     common = set.intersection(*(set(record["overrides"]) for record in records))
-    rows = [
-        (
-            " ".join(override for override in record["overrides"] if override not in common) or "(all the same)",
-            record["status"],
-            record["verdict"] or "-",
-            record["folder"] or "-",
-            " ".join((record["error"] or "").split()),
-        )
-        for record in records
-    ]
-    lines = [("cell", "status", "verdict", "folder", "error" if any(row[-1] for row in rows) else ""), *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    padded = [[text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in lines]
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    cells = [[override for override in record["overrides"] if override not in common] for record in records]
+    rows = [(record["status"], record["verdict"] or "-", _loss(record), record["run_id"] or "-") for record in records]
+    columns = list(zip(*[("status", "verdict", "loss", "run"), *rows], strict=True))
+    others = ["  ".join(line) for line in zip(*map(_padded, columns), strict=True)]
+    names = _fitted(cells, None if width is None else width - len(others[0]) - 2)
+    lines = [f"{name}  {other}".rstrip() for name, other in zip(_padded(["cell", *names]), others, strict=True)]
+    if any(record.get("val_loss_batch_stats") is not None for record in records):
+        lines.append("loss: by running / by batch statistics, which decide the verdict")
+    for own, record in zip(cells, records, strict=True):
+        if record["error"]:
+            lines.append(f"{' '.join(own) or ALIKE}: {' '.join(record['error'].split())}")
+    counts = Counter(record["verdict"] or record["status"] for record in records)
+    return "\n".join([*lines, ", ".join(f"{count} {what}" for what, count in counts.most_common())])
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    """The last one: of an unfinished run it is an early one."""
+    if record["status"] != "finished":
+        return "-"
+    losses = [record["val_loss"], record["val_loss_batch_stats"]][: 1 + (record["val_loss_batch_stats"] is not None)]
+    return " / ".join("not finite" if loss is None else f"{loss:.3f}" for loss in losses)
+
+
+def _fitted(cells: list[list[str]], width: int | None) -> list[str]:
+    """A text for each list of overrides: whole, else with the last part of each name, else cut."""
+    whole = [" ".join(cell) or ALIKE for cell in cells]
+    if width is None or max(map(len, whole)) <= width:
+        return whole
+    short = [" ".join(map(_without_group, cell)) or ALIKE for cell in cells]
+    return [text if len(text) <= width else f"{text[: max(width, 8) - 1]}…" for text in short]
+
+
+def _without_group(override: str) -> str:
+    name, sign, value = override.partition("=")
+    return name.rpartition(".")[2] + sign + value
+
+
+def _padded(texts: Sequence[str]) -> list[str]:
+    return [text.ljust(max(map(len, texts))) for text in texts]

@@ -25,7 +25,10 @@ def sweep(given: list[str]) -> tuple[int, Path | None]:
     ended: list[launching.Ended] = []
 
     def run() -> int:
-        ended.append(launching.run_sweep(commandline.parse(given), given, try_cell))
+        command = commandline.parse(given)
+        if not command.multirun:  # --help and its like
+            return _run(given)
+        ended.append(launching.run_sweep(command, given, try_cell))
         return ended[0].exit_code
 
     code = commandline.exit_code(run)

@@ -1,4 +1,4 @@
-"""The processes of a sweep, and how they end: with the command that began them, and never in the middle of a step.
+"""The processes of a sweep, and how they end: with the command that began them, after some seconds to save.
 
 What the launchers of one machine leave open: after a kill of the parent its workers would live on and begin further
 cells, a signal to the parent would not reach them, and several processes would each take all cores.

@@ -219,7 +219,8 @@ def test_a_sweep_runs_the_good_cells_and_tells_of_the_bad_ones(here, capfd):
         ["norm=ln", "optim.warmup_steps=900"],
     ]
     assert "refused" in table[2]
-    assert table[2].endswith("optim.warmup_steps=900: is longer than train.steps=3; give 3 or less")
+    error = "optim.warmup_steps=900: is longer than train.steps=3; give 3 or less"
+    assert f"norm=ln optim.warmup_steps=900: {error}" in table
     assert sorted(path.name for path in here.iterdir()) == ["results"]
 
 

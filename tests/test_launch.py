@@ -256,6 +256,18 @@ def test_a_worker_that_dies_costs_its_own_cell_only(here, moody, capfd):
     assert "its process was killed" in capfd.readouterr().out.partition("cell ")[2]
 
 
+def test_a_worker_that_dies_before_its_run_has_a_folder_costs_its_own_cell_only(here):
+    (here / "deadly.py").write_text(
+        "import os, joblib\nif os.getpid() != int(os.environ['PARENT']): os._exit(9)\n" + MOODY_NORM
+    )
+    (here / "conf" / "norm").mkdir(parents=True)
+    (here / "conf" / "norm" / "deadly.yaml").write_text("_target_: deadly.Moody\n_partial_: true\nmood: calm\n")
+    os.environ["PARENT"] = str(os.getpid())
+    assert train.main(["-m", "norm=ln,deadly", "--config-dir=conf", *SHORT, *LOCAL]) == 1
+    rows = table(here / "results")
+    assert [row[1] for row in rows] == ["finished", "failed"]
+
+
 def test_threads_times_processes_are_not_more_than_the_cores(here, moody, monkeypatch):
     monkeypatch.setattr(workers, "_cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
@@ -281,7 +293,7 @@ def test_a_wrong_number_of_processes_is_refused(here, number, capfd):
 
 def test_without_the_extra_a_sweep_runs_in_sequence_and_says_so(here, capfd, monkeypatch):
     monkeypatch.setattr(grids, "_installed", lambda target: False)
-    assert train.main(["-m", "seed=0,1", *SHORT, "hydra/launcher=local"]) == 0
+    assert train.main(["-m", "seed=0,1", *SHORT, "hydra/launcher=local", "hydra.launcher.n_jobs=2"]) == 0
     assert statuses(here / "results") == ["finished", "finished"]
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
@@ -314,6 +326,8 @@ def test_the_scripts_sweep_and_then_report(here):
     assert made.returncode == 0, made.stderr
     (folder,) = (here / "results" / "sweeps").iterdir()
     assert {"sweep.json", "REPORT.md", "report.html"} <= {path.name for path in folder.iterdir()}
+    shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, "python -m normexp.train norm=rms placement=pre")
 
 
 # --- signals and kills -----------------------------------------------------------------------------------------------
@@ -412,7 +426,7 @@ def test_a_signal_reaches_the_workers_which_save_and_the_table_tells(here, undis
     assert statuses(results) == ["interrupted", "interrupted"]
     assert all((results / "runs" / name / "checkpoint.pt").exists() for name in summaries(results))
     assert out.count("interrupted  -") == 2
-    assert out.count("not run") == 3
+    assert "3 not run, 2 interrupted" in out
     wait_until(lambda: not alive(family), seconds=5.0)
     assert [path.name for path in next((results / "sweeps").iterdir()).iterdir()] == ["sweep.json"]
 

@@ -209,6 +209,9 @@ def test_a_second_writer_says_who_holds_the_run_and_waits(tmp_path):
         told.append(line)
         release.set()
 
+    (tmp_path / "lock").write_text("")  # as for a moment after it was taken
+    assert RunFolder(tmp_path).holder() is None
+    (tmp_path / "lock").write_text(f"process {holder.pid} on {os.uname().nodename}\n")
     with RunFolder(tmp_path).lock(tell):
         assert RunFolder(tmp_path).status() == "finished"  # the other one had ended before we came in
     holder.join(30)

@@ -49,7 +49,10 @@ def test_what_is_left_to_do_is_one_cell_a_run_and_none_that_is_finished_or_refus
     [
         ("depth", ["+sweep=depth"], True),
         ("depth", ["+sweep=depth", "hydra/launcher=joblib", "results=out", "tracker.mode=disabled"], True),
+        ("depth", ["+sweep=depth", "hydra.launcher.n_jobs=2"], True),
         ("depth", ["+sweep=depth", "train.steps=10"], False),
+        ("depth", ["+sweep=depth", "hydra.sweeper.params.seed=0"], False),
+        ("depth", ["+sweep=depth", "resultss=1"], False),
     ],
 )
 def test_a_named_sweep_keeps_its_name_while_it_is_as_on_file(name, overrides, same):
@@ -77,7 +80,43 @@ def test_the_list_is_read_from_the_run_folders(tmp_path):
     written = json.loads((tmp_path / "sweeps" / "s" / "sweep.json").read_text())
     assert written["cells"] == records
     assert written["command"] == """python -m normexp.train -m norm=ln,rms,bn 'data.path='"'"'a b'"'"''"""
-    lines = sweeps.table(records).splitlines()
-    assert lines[0].split() == ["cell", "status", "verdict", "folder", "error"]
-    assert lines[1].split() == ["norm=ln", "failed", "-", str(run), "ValueError:", "no"]
-    assert lines[3].split() == ["norm=bn", "refused", "-", "-", "norm=bn:", "no"]
+    lines = sweeps.table(records, None).splitlines()
+    assert lines[0].split() == ["cell", "status", "verdict", "loss", "run"]
+    assert lines[1].split() == ["norm=ln", "failed", "-", "-", "ln-pre"]
+    assert lines[3].split() == ["norm=bn", "refused", "-", "-", "-"]
+    assert lines[4:] == ["norm=ln: ValueError: no", "norm=bn: norm=bn: no", "1 failed, 1 not run, 1 refused"]
+
+
+def record(*overrides: str, **facts) -> dict:
+    common = {"status": "finished", "verdict": "trained", "val_loss_batch_stats": None, "error": None}
+    return {"overrides": list(overrides), "run_id": "ln-post-L12-w200-s0-0123456789", **common, **facts}
+
+
+def test_the_table_has_the_losses_and_says_by_which_statistics():
+    records = [
+        record("norm=ln", val_loss=2.2144),
+        record("norm=rms", val_loss=None, verdict="diverged"),
+        record("norm=bn", val_loss=6.05, val_loss_batch_stats=2.3),
+    ]
+    lines = [line.split() for line in sweeps.table(records, None).splitlines()]
+    assert [line[3] for line in lines[1:4]] == ["2.214", "not", "6.050"]
+    assert lines[3][3:6] == ["6.050", "/", "2.300"]
+    assert " ".join(lines[4]) == "loss: by running / by batch statistics, which decide the verdict"
+    assert " ".join(lines[5]) == "2 trained, 1 diverged"
+
+
+@pytest.mark.parametrize(
+    ("width", "first"),
+    [
+        (80, "warmup_steps=1 batch_…  "),
+        (90, "warmup_steps=1 batch_size=8   "),
+        (100, "optim.warmup_steps=1 train.batch_size=8   "),
+        (None, "optim.warmup_steps=1 train.batch_size=8   "),
+    ],
+)
+def test_the_table_fits_a_terminal(width, first):
+    names = [("norm=ln", f"optim.warmup_steps={n}", f"train.batch_size={8 * n}") for n in (1, 2, 3)]
+    table = sweeps.table([record(*name, val_loss=2.2) for name in names], width).splitlines()[1:4]
+    assert table[0].startswith(first)
+    assert all(len(line) <= (width or 98) for line in table)
+    assert all(line.split()[-1] == "ln-post-L12-w200-s0-0123456789" for line in table)

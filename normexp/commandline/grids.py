@@ -50,7 +50,8 @@ def compose_grid(command: Command) -> Grid:
         if choices["hydra/sweeper"] != "basic":
             raise UserError("hydra/sweeper: this program lists the cells of a sweep; give hydra/sweeper=basic")
         if launcher._target_ == PROCESSES and not _installed(PROCESSES):
-            given, missing = [o for o in given if not o.startswith("hydra/launcher=")], "hydra-joblib-launcher"
+            own = ("hydra/launcher=", "hydra.launcher.", "+hydra.launcher.")
+            given, missing = [o for o in given if not o.startswith(own)], "hydra-joblib-launcher"
         params = [f"{name}={value}" for name, value in (common.hydra.sweeper.params or {}).items()]
         overrides = OverridesParser.create(composer).parse_overrides([*params, *common.hydra.overrides.task])
         configs = Configs(composer, common)
