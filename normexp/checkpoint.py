@@ -40,7 +40,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """The newest undamaged state, on the CPU; None without one. Damage is warned of, and the file is set aside."""
+    """The newest undamaged state, on the CPU; None without one. Damage is warned of, and the file is set aside (of two
+    damaged ones, the older)."""
     for candidate in (path, _beside(path, "previous")):
         if candidate.exists():
             try:

@@ -60,7 +60,7 @@ class Layout:
         device = self.parameters[0].device
         self._parameter_owner = torch.tensor([self.groups.index(group) for group in by_parameter], device=device)
         self._segment_owner = torch.tensor([self.groups.index(group) for group in by_segment], device=device)
-        self.root_sizes = torch.tensor(self.segments[: len(matrices)], device=device).sqrt()
+        self.sizes = torch.tensor(self.segments[: len(matrices)], device=device)  # elements of each matrix
 
     def flat_parameters(self) -> Tensor:
         """A copy of all parameters as one vector: an operation on it is one kernel, not a hundred."""
@@ -137,10 +137,10 @@ def rms_t(s: Snapshot) -> Reading:
     if s.second_moments is None:
         return Reading([], s.before[:0])
     matrices = slice(len(s.layout.matrices))
-    roots = torch._foreach_sqrt(s.second_moments[matrices])
-    torch._foreach_clamp_min_(roots, s.eps)
-    norms = l2_norms(torch._foreach_div(s.gradients[matrices], roots))
-    return Reading([f"rms_t/{name}" for name in s.layout.matrices], norms / s.layout.root_sizes)
+    shares = torch._foreach_div(s.gradients[matrices], torch._foreach_clamp_min(s.second_moments[matrices], s.eps**2))
+    torch._foreach_mul_(shares, s.gradients[matrices])  # g² / v without a square root, which takes longest of all
+    sums = torch.stack([share.sum(dtype=torch.float32) for share in shares])
+    return Reading([f"rms_t/{name}" for name in s.layout.matrices], (sums / s.layout.sizes).sqrt())
 
 
 def layer_ratio(s: Snapshot) -> Reading:

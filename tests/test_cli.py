@@ -144,6 +144,14 @@ def test_two_runs_in_one_process_have_their_own_folders(here):
     assert [run.summary()["seed"] for run in runs_in(here)] == [0, 1]
 
 
+def test_a_run_that_diverges_is_a_result(here):
+    assert train.main([*SHORT, "optim.lr=1e6", "train.steps=8"]) == 0
+    (run,) = runs_in(here)
+    summary = run.summary()
+    assert (summary["status"], summary["verdict"], summary["first_bad_step"]) == ("finished", "diverged", 2)
+    assert "nan" not in (run.path / "summary.json").read_text().lower()
+
+
 def test_a_fault_of_the_program_is_recorded_and_has_exit_code_1(here, capfd, monkeypatch):
     def broken(*arguments, **keywords):
         raise ZeroDivisionError("deep inside")
@@ -338,10 +346,13 @@ def test_cfg_prints_the_config_and_runs_nothing(here, capfd):
 def test_two_identical_commands_at_once(here):  # two processes are the point
     program = [sys.executable, "-m", "normexp.train", *SHORT, "train.steps=40"]
     environment = {**os.environ, "PYTHONPATH": str(Path(train.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    both = [subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    errors = [process.communicate(timeout=120)[1] for process in both]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    both = [subprocess.Popen(program, text=True, env=environment, **pipes) for _ in range(2)]
+    printed = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     (run,) = runs_in(here)
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert steps == list(range(41))
-    assert sum("is taken by process" in error for error in errors) <= 1
+    assert sum(f"{run.path.name}: 40 steps" in out for out, _ in printed) == 1  # one trains
+    assert sum("is taken by process" in err or "is finished already" in err for _, err in printed) == 1
+    assert all(f"files   {run.path}" in out for out, _ in printed)

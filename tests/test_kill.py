@@ -19,13 +19,15 @@ def start(folder: Path, steps: int, every: int) -> subprocess.Popen:
     limits = [f"train.steps={steps}", f"train.checkpoint_every={every}", "train.eval_batches=2", "train.eval_every=50"]
     command = [sys.executable, "-m", "normexp.train", "norm=bn", "model.depth=2", "model.dropout=0.1", *limits]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-    where = {"cwd": folder, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    where = {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*command, f"results={folder}"], **where)
 
 
-def finish(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=300)
+def finish(process: subprocess.Popen) -> str:
+    """What it printed."""
+    printed, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()
+    return printed.decode()
 
 
 def outcome(folder: Path) -> tuple[list[dict], dict, dict]:
@@ -75,7 +77,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(kills, steps, every, tmp_path):
     undisturbed = start(whole, steps, every)
     landed = killed_again_and_again(broken, kills, steps, every)
     finish(undisturbed)
-    finish(start(broken, steps, every))
+    printed = finish(start(broken, steps, every))
     (rows, weights, summary), (rows_again, weights_again, summary_again) = outcome(whole), outcome(broken)
     assert landed == kills
     assert [row["step"] for row in rows_again] == list(range(steps + 1))
@@ -83,3 +85,5 @@ def test_a_killed_run_ends_as_an_undisturbed_one(kills, steps, every, tmp_path):
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
     assert summary_again["val_loss"] == summary["val_loss"]
     assert summary_again["status"] == "finished"
+    (offline,) = broken.glob("runs/*/wandb/offline-run-*")  # which holds the rows of all starts
+    assert f"wandb sync {offline}" in printed

@@ -135,6 +135,13 @@ def test_rms_t_starts_at_its_ceiling_and_matches_a_loop():
     assert second["rms_t/layer_01/mlp.out"] == pytest.approx(expected.item(), rel=1e-4)
 
 
+def test_rms_t_is_by_epsilon_where_the_second_moment_is_below_it():
+    (row,) = rows_of(tiny.trainer(optim=replace(tiny.OPTIM, eps=1.0)))
+    elements = tiny.model().blocks[1].mlp.out.weight.numel()
+    expected = row["grad_norm/layer_01/mlp.out"] / elements**0.5
+    assert row["rms_t/layer_01/mlp.out"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_group_norms_over_the_range_of_float32():
     layout = Layout(tiny.model())
     for size in (1e15, 1e-15):
