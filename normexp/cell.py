@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from normexp import checkpoint
+from normexp.arithmetic import flops_per_token, keep_compiled, product_rate
 from normexp.config import Config, norm_path
 from normexp.data import Source
 from normexp.fields import UserError
@@ -83,6 +84,7 @@ def _train(
         folder.write_summary(facts)
         model = build(config, source)
         facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        keep_compiled(config.results / "cache" / "inductor")
         trainer = build_trainer(config, source, model)
         state = checkpoint.load(folder.checkpoint)
         if state is not None:
@@ -95,10 +97,23 @@ def _train(
                     f"delete {folder.path} to begin anew"
                 )
             outcome = _fit(config, source, folder, trainer, [local.write, tracker.log], bar, received)
-            summary = facts | _summarise(config, source, folder) | _ended(outcome)
+            history = _summarise(config, source, folder)
+            summary = facts | history | _speed(config, source, trainer, history["tokens_per_second"]) | _ended(outcome)
             folder.write_summary(summary)  # before the mirror, which may have to wait for a network
             tracker.finish(summary)
         folder.write_summary(summary | {"wandb_url": tracker.url})
+
+
+def _speed(config: Config, source: Source, trainer: Trainer, tokens_per_second: float | None) -> dict[str, Any]:
+    """What the run used of the machine, by this machine's own matrix product."""
+    flops = flops_per_token(config.model, source.vocab_size)
+    rate = product_rate(config.device, getattr(torch, config.train.dtype))
+    return {
+        "flops_per_token": flops,
+        "matrix_flops_per_second": rate,
+        "model_flops_utilisation": flops * (tokens_per_second or 0.0) / rate,
+        **(trainer.compiled.facts() if trainer.compiled else {}),
+    }
 
 
 def build_trainer(config: Config, source: Source, model: Transformer) -> Trainer:
@@ -140,7 +155,13 @@ def _fit(
                 for row in rows:
                     _show(progress, row)
 
-        return fit(trainer, path=folder.checkpoint, log=log, hopeless=hopeless, received=received)
+        try:
+            return fit(trainer, path=folder.checkpoint, log=log, hopeless=hopeless, received=received)
+        except RuntimeError as error:
+            if config.train.deterministic and "deterministic" in str(error):
+                reason = str(error).partition(",")[0].partition(". ")[0]
+                raise UserError(f"train.deterministic=true: {reason}; give false, or another norm or device") from error
+            raise
 
 
 def _show(progress: Progress | None, row: dict[str, float]) -> None:
@@ -184,6 +205,7 @@ def _summarise(config: Config, source: Source, folder: RunFolder) -> dict[str, A
         unigram_entropy=source.unigram_entropy,
         vocab_size=source.vocab_size,
         bytes_per_token=source.bytes_per_token,
+        entropy_rate=getattr(source, "entropy_rate", None),
         warmup_steps=config.optim.warmup_steps,
     )
 

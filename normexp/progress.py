@@ -199,6 +199,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("validation loss", _loss(summary, "val_loss", running + early)),
         ("", _loss(summary, "val_loss_batch_stats", "  by batch statistics" + early)),
         ("best", _loss(summary, "best_val_loss", "")),
+        ("excess loss", _excess(summary)),
         ("unigram entropy H₁", _loss(summary, "unigram_entropy", "  where a collapsed run stays")),
         ("steps", _effort(summary)),
     ]
@@ -215,6 +216,12 @@ def _loss(summary: Mapping[str, Any], name: str, note: str) -> str | None:
     if value is None:
         return f"not finite{note}" if name in summary.get("nonfinite", ()) else None
     return f"{value:.3f}{note}"
+
+
+def _excess(summary: Mapping[str, Any]) -> str | None:
+    if summary.get("excess_loss") is None:
+        return None
+    return f"{summary['excess_loss']:.3f}  above the source's entropy rate {summary['entropy_rate']:.3f}"
 
 
 def _effort(summary: Mapping[str, Any]) -> str | None:

@@ -41,13 +41,23 @@ OUTSIDE = (
 
 # Fields added after the first runs were made, and the value with which a run is what it was without the field. With
 # that value they stay out of the hash, so that old runs keep their names.
-NEUTRAL: dict[str, Any] = {"norm.kernel": "auto", "train.compile": False}
+NEUTRAL: dict[str, Any] = {
+    "norm.kernel": "auto",
+    "train.compile": False,
+    "train.deterministic": False,
+    "train.tf32": False,
+    "optim.decay_fraction": 0.2,
+}
 
 # Fields that another field puts out of use: then they count as this value, whatever they are.
 UNUSED: dict[tuple[str, Any], dict[str, Any]] = {
     ("optim.name", "adamw"): {"optim.momentum": 0.0},
+    ("optim.name", "stableadamw"): {"optim.momentum": 0.0},
     ("optim.name", "sgd"): {"optim.betas": [0.9, 0.98], "optim.eps": 1e-8},
-    ("optim.decay", "constant"): {"optim.final_lr_fraction": 0.1},
+    ("optim.decay", "constant"): {"optim.final_lr_fraction": 0.1, "optim.decay_fraction": 0.2},
+    ("optim.decay", "inverse_sqrt"): {"optim.final_lr_fraction": 0.1, "optim.decay_fraction": 0.2},
+    ("optim.decay", "cosine"): {"optim.decay_fraction": 0.2},
+    ("optim.decay", "linear"): {"optim.decay_fraction": 0.2},
 }
 
 PACKAGES = ("normexp", "torch", "numpy", "triton", "wandb", "hydra-core")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from normexp import checkpoint
+from normexp.arithmetic import Compiled, settle
 from normexp.data import Batch, Source
 from normexp.fields import NonNegativeFloat, PositiveInt, Range, UserError
 from normexp.model import Transformer, cross_entropy_sum, hooks
@@ -31,13 +32,15 @@ class TrainConfig:
     batch_size: PositiveInt  # sequences per micro-batch: what a batch norm sees
     grad_accum: PositiveInt  # micro-batches per step
     clip: NonNegativeFloat  # largest total gradient norm; 0: no clipping
-    dtype: Literal["float32", "bfloat16"]  # bfloat16: autocast, float32 parameters
+    dtype: Literal["float32", "bfloat16", "float16"]  # of autocast; parameters are float32. float16 scales the loss
     threads: Annotated[int, Range(low=1, high=1024)]  # of one operation on a CPU; it changes the last bits
     eval_every: PositiveInt  # steps
     eval_batches: PositiveInt  # fixed validation batches of batch_size sequences
     checkpoint_every: PositiveInt  # steps
     early_stop: bool  # end a run once it is judged collapsed or diverged
     compile: bool  # the model by torch.compile
+    deterministic: bool  # refuse operations that may differ between two runs
+    tf32: bool  # on CUDA: matrix products with 10 bits of mantissa
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,14 @@ class Trainer:
         seed: int,
         device: torch.device,
     ) -> None:
+        settle(device, threads=train.threads, deterministic=train.deterministic, tf32=train.tf32)
         self.model, self.source = model.to(device).train(), source
         self.optim, self.train, self.telemetry = optim, train, telemetry
         self.seed, self.device = seed, device
-        self.forward = torch.compile(self.model) if train.compile else self.model
+        self.compiled = Compiled(self.model) if train.compile else None
+        self.forward = self.compiled.forward if self.compiled else self.model
         self.optimizer = build_optimizer(model, optim)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=train.dtype == "float16")
         self.layout = Layout(model)
         self.metrics = [METRICS[name] for name in telemetry.metrics]
         self.aux_losses, self.after_step = hooks(model, "aux_loss"), hooks(model, "after_step")
@@ -79,11 +85,13 @@ class Trainer:
 
     def take_step(self) -> tuple[dict[str, float], list[Reading]]:
         """One optimiser step on the batch of (seed, step). A step whose loss or gradient is not finite changes nothing:
-        weights, moments and running statistics stay as they were, and its row names the layers."""
+        weights, moments and running statistics stay as they were, and its row names the layers. The schedule counts it.
+        """
         self.step += 1
         rate = learning_rate(self.step, self.optim, self.train.steps)
         saved = [buffer.clone() for buffer in self.moving]
         loss = self._backward()
+        self.scaler.unscale_(self.optimizer)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.layout.parameters]
         norms = l2_norms(gradients)
         total = torch.linalg.vector_norm(norms)
@@ -99,6 +107,7 @@ class Trainer:
                 buffer.copy_(before)
             readings.append(Reading(self.layout.paths("grad_norm"), self.layout.collect(norms)))
         self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()  # halved after an overflow, doubled after 2000 steps without one
         return self._host_values(rate), readings
 
     def _backward(self) -> Tensor:
@@ -111,14 +120,15 @@ class Trainer:
             seed_dropout(self.device, stream(self.seed, self.step, index))  # the same in every cell and after a resume
             part_loss = self._loss_sum(part) / max(real, 1)
             auxiliary = [hook() for hook in self.aux_losses]
-            (part_loss + sum(auxiliary) / self.train.grad_accum).backward()
+            self.scaler.scale(part_loss + sum(auxiliary) / self.train.grad_accum).backward()
             loss += part_loss.detach()
         return loss
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         mask = None if batch.mask is None else batch.mask.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.dtype == "bfloat16"):
+        dtype = getattr(torch, self.train.dtype)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             logits = self.forward(tokens, mask)
         return cross_entropy_sum(logits, targets)
 
@@ -140,13 +150,15 @@ class Trainer:
         return [metric(snapshot) for metric in self.metrics]
 
     def _second_moments(self) -> list[Tensor] | None:
-        if self.optim.name != "adamw":
+        if self.optim.name == "sgd":
             return None
         state = self.optimizer.state
         return [state[p]["exp_avg_sq"] if p in state else torch.zeros_like(p) for p in self.layout.parameters]
 
     def _host_values(self, rate: float) -> dict[str, float]:
         row = {"step": self.step, "tokens": self.tokens, "time": self.elapsed(), "train/lr": rate}
+        if self.scaler.is_enabled():
+            row["train/loss_scale"] = self.scaler.get_scale()
         if self.telemetry.reads(self.step):
             tokens, seconds = self._last_reading
             row["tokens_per_second"] = (self.tokens - tokens) / max(row["time"] - seconds, 1e-9)
@@ -184,6 +196,7 @@ class Trainer:
             "device": self.device.type,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),  # empty without a scale
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -194,6 +207,8 @@ class Trainer:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self._clock, self._last_reading = time.perf_counter(), (self.tokens, self.seconds)
 
@@ -230,7 +245,6 @@ def fit(
     holds a signal, the step in hand is ended and a checkpoint saved.
     """
     train, buffer = trainer.train, Buffer()
-    torch.set_num_threads(train.threads)
     if train.early_stop and 0 < trainer.step < train.steps and trainer.step % train.eval_every == 0 and hopeless():
         return Outcome(trainer.step, None, True)  # killed between its last checkpoint and its summary
     if trainer.step == 0:
@@ -240,6 +254,8 @@ def fit(
         last = trainer.step == train.steps
         evaluated = last or trainer.step % train.eval_every == 0
         buffer.add(host, readings + (trainer.evaluate() if evaluated else []))
+        if evaluated and trainer.compiled:
+            trainer.compiled.settle()
         interrupted = bool(received) and not last  # asked once: a signal from here on ends the next step
         saving = last or interrupted or trainer.step % train.checkpoint_every == 0
         if saving or evaluated or trainer.step % trainer.telemetry.flush_every == 0:

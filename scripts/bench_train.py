@@ -2,8 +2,8 @@
 
     python scripts/bench_train.py [--steps 400] [--out results/bench]
 
-Prints a table and writes `train.json`. A ratio is the median over pairs of blocks of steps, one of each side; run it on
-an idle machine.
+Prints two tables and writes `train.json`: ratios, each the median over pairs of blocks of steps, one of each side; and
+where the time of a step goes, part by part. Run it on an idle machine.
 """
 
 import argparse
@@ -14,13 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from normexp import cell, commandline, config, runs
-from normexp.telemetry import Buffer
+from normexp.model import cross_entropy_sum
+from normexp.telemetry import Buffer, Snapshot, l2_norms
 from normexp.trackers import Jsonl, Null
 
 BLOCK = 20  # steps: one flush
@@ -48,6 +53,56 @@ class Side:
         self.local.write(rows)
         self.mirror.log(rows)
         return time.perf_counter() - start
+
+
+class Minimal(Side):
+    """The same model, batches and optimiser in the loop that one would write by hand: nothing is watched or kept."""
+
+    def block(self) -> float:
+        trainer = self.trainer
+        start = time.perf_counter()
+        for _ in range(BLOCK):
+            trainer.step += 1
+            batch = trainer.source.batch(trainer.seed, trainer.step, trainer.train.batch_size)
+            logits = trainer.model(batch.tokens, batch.mask)
+            F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - start
+
+
+def parts(side: Side, repeats: int) -> dict[str, float]:
+    """Milliseconds of each part of a step, the median over steps that are made part by part."""
+    trainer, times = side.trainer, defaultdict(list)
+    model, layout = trainer.model, trainer.layout
+
+    def timed_part(name: str, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        times[name].append(1e3 * (time.perf_counter() - start))
+        return result
+
+    for step in range(repeats):
+        batch = timed_part("batch", lambda step=step: trainer.source.batch(0, step, trainer.train.batch_size))
+        logits = timed_part("forward", lambda batch=batch: model(batch.tokens, batch.mask))
+        loss = timed_part("loss", lambda a=logits, b=batch: cross_entropy_sum(a, b.targets) / b.targets.numel())
+        timed_part("backward", loss.backward)
+        gradients = [p.grad for p in layout.parameters]
+        norms = timed_part("gradient norms", lambda own=gradients: l2_norms(own))
+        before = timed_part("telemetry: copies", layout.flat_parameters)
+        timed_part("optimiser", trainer.optimizer.step)
+        after, moments = layout.flat_parameters(), trainer._second_moments()
+        snapshot = Snapshot(layout, norms, gradients, before, after, moments, trainer.optim.eps)
+        for metric in trainer.metrics:
+            side.buffer.add(
+                {"step": side.local.last_step + 1},
+                [timed_part(f"telemetry: {metric.__name__}", partial(metric, snapshot))],
+            )
+        rows = timed_part("transfer", side.buffer.flush)
+        row = {path: value for own in rows for path, value in own.items()}
+        timed_part("metrics.jsonl, flushed", lambda row=row: side.local.write([row]))
+        trainer.optimizer.zero_grad(set_to_none=True)
+    return {name: statistics.median(own) for name, own in times.items()}
 
 
 def ratio(ours: Side, theirs: Side, steps: int) -> dict[str, float]:
@@ -79,8 +134,10 @@ COMPARISONS: dict[str, tuple[list[str], list[str]]] = {
     "default telemetry / off": ([QUIET], ["telemetry=off", QUIET]),
     "default telemetry and wandb offline / off": (["tracker.mode=offline"], ["telemetry=off", QUIET]),
     "wandb offline / disabled": (["tracker.mode=offline"], [QUIET]),
+    "default telemetry / minimal loop": ([QUIET], [QUIET]),
     "rms / ln": (["norm=rms", QUIET], ["norm=ln", QUIET]),
     "bn / ln": (["norm=bn", QUIET], ["norm=ln", QUIET]),
+    "rms / ln, compiled": (["norm=rms", "train.compile=true", QUIET], ["norm=ln", "train.compile=true", QUIET]),
 }
 
 IMPORTS = "import torch, wandb, sys; wandb.init(mode='offline', dir=sys.argv[1], settings=wandb.Settings(silent=True))"
@@ -117,15 +174,22 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    measured = {
-        name: ratio(Side(*ours), Side(*theirs), arguments.steps) for name, (ours, theirs) in COMPARISONS.items()
-    }
+    measured = {}
+    for name, (ours, theirs) in COMPARISONS.items():
+        other = Minimal if "minimal" in name else Side
+        measured[name] = ratio(Side(*ours), other(*theirs), arguments.steps)
     measured["start to first step / (import torch + wandb.init)"] = start_ratio(5)
     for name, numbers in measured.items():
         print(f"{name:<52} {numbers['ratio']:.3f}   [{numbers['low']:.3f}, {numbers['high']:.3f}]")
+    milliseconds = parts(Side(QUIET), max(arguments.steps // 4, 5))
+    print("\nmilliseconds of a step, by part (telemetry: of a step at which it reads)")
+    for name, number in milliseconds.items():
+        print(f"{name:<52} {number:7.3f}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     facts = {"machine": runs.machine(), "versions": runs.versions(), "git_commit": runs.git_commit()}
-    (arguments.out / "train.json").write_text(json.dumps({"measured": measured, **facts}, indent=2) + "\n")
+    (arguments.out / "train.json").write_text(
+        json.dumps({"measured": measured, "parts": milliseconds, **facts}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Learning rates as golden lists, and parameter groups by module type."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from normexp.optim import build_optimizer, learning_rate, parameter_groups
+from normexp.optim import StableAdamW, build_optimizer, learning_rate, parameter_groups
 from tests import tiny
 
 PEAK = replace(tiny.OPTIM, lr=1.0)
@@ -20,6 +21,14 @@ PEAK = replace(tiny.OPTIM, lr=1.0)
     ({"warmup_steps": 0, "decay": "cosine"}, 4, [0.8535534, 0.5, 0.1464466, 0]),
     ({"warmup_steps": 2, "decay": "cosine", "final_lr_fraction": 0.1}, 6, [0.5, 1, 0.8681981, 0.55, 0.2318019, 0.1]),
     ({"warmup_steps": 2, "decay": "cosine"}, 2, [0.5, 1]),
+    ({"warmup_steps": 2, "decay": "linear", "final_lr_fraction": 0.2}, 6, [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
+    ({"warmup_steps": 0, "decay": "linear"}, 1, [0]),
+    ({"warmup_steps": 4, "decay": "inverse_sqrt"}, 16, [0.25, 0.5, 0.75, 1, *((4 / n) ** 0.5 for n in range(5, 17))]),
+    ({"warmup_steps": 0, "decay": "inverse_sqrt"}, 4, [1, 2**-0.5, 3**-0.5, 0.5]),
+    ({"warmup_steps": 1, "decay": "wsd", "decay_fraction": 0.4}, 5, [1, 1, 1, 0.5, 0]),
+    ({"warmup_steps": 3, "decay": "wsd", "decay_fraction": 1.0}, 5, [1 / 3, 2 / 3, 1, 0.5, 0]),
+    ({"warmup_steps": 0, "decay": "wsd", "decay_fraction": 0.0}, 3, [1, 1, 1]),
+    ({"warmup_steps": 5, "decay": "wsd"}, 5, [0.2, 0.4, 0.6, 0.8, 1]),
 ])  # fmt: skip
 def test_learning_rate_at_every_step(changes, steps, expected):
     config = replace(PEAK, **changes)
@@ -43,6 +52,36 @@ def test_weight_decay_touches_matrices_only_and_the_same_in_every_cell(norm, pla
 def test_a_tied_matrix_is_in_one_group_once():
     groups = parameter_groups(tiny.model(tied=True), 0.1)
     assert len({id(p) for group in groups for p in group["params"]}) == sum(len(group["params"]) for group in groups)
+
+
+def test_stable_adamw_against_its_equations():
+    """Algorithm 2 of 2304.13013, one number at a time; the second gradient outruns v, so the rate is divided."""
+    weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
+    optimizer = StableAdamW([weight], lr=0.1, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01)
+    w, m, v = weight.detach().double().flatten().tolist(), [0.0] * 4, [0.0] * 4
+    divided = []
+    for step, gradient in enumerate(([0.1, -0.2, 0.3, 0.01], [5.0, 4.0, -3.0, 6.0], [0.1, 0.1, 0.0, 0.2]), start=1):
+        weight.grad = torch.tensor(gradient).view(2, 2)
+        optimizer.step()
+        beta1, beta2 = (beta * (1 - beta ** (step - 1)) / (1 - beta**step) for beta in (0.9, 0.98))
+        m = [beta1 * a + (1 - beta1) * g for a, g in zip(m, gradient, strict=True)]
+        v = [beta2 * a + (1 - beta2) * g * g for a, g in zip(v, gradient, strict=True)]
+        rms = math.sqrt(sum(g * g / max(a, 1e-16) for a, g in zip(v, gradient, strict=True)) / 4)
+        rate = 0.1 / max(1.0, rms)
+        divided.append(rms > 1)
+        w = [x - rate * 0.01 * x - rate * a / (math.sqrt(b) + 1e-8) for x, a, b in zip(w, m, v, strict=True)]
+        assert weight.detach().flatten().tolist() == pytest.approx(w, rel=1e-5)
+    assert divided == [False, True, False]
+
+
+def test_stable_adamw_leaves_alone_what_has_no_gradient():
+    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = StableAdamW([used, unused], lr=0.1, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)
+    optimizer.step()
+    used.grad = torch.ones(2)
+    optimizer.step()
+    assert used.tolist() == pytest.approx([1 - 0.1 * (0.1 + 1)] * 2)
+    assert unused.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("name", "cls"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])

@@ -68,10 +68,10 @@ SHORT = [
     "train.eval_batches=1",
 ]
 
-OPTIM = OptimConfig("adamw", 3e-3, 2, "constant", 0.0, 0.0, (0.9, 0.98), 1e-8, 0.0)
+OPTIM = OptimConfig("adamw", 3e-3, 2, "constant", 0.0, 0.2, 0.0, (0.9, 0.98), 1e-8, 0.0)
 TRAIN = TrainConfig(
     steps=8, batch_size=4, grad_accum=1, clip=0.0, dtype="float32", threads=1, eval_every=4, eval_batches=2,
-    checkpoint_every=3, early_stop=False, compile=False,
+    checkpoint_every=3, early_stop=False, compile=False, deterministic=False, tf32=False,
 )  # fmt: skip
 TELEMETRY = TelemetryConfig(every=5, dense_steps=3, flush_every=4, metrics=tuple(METRICS))
 

@@ -1,0 +1,92 @@
+"""How torch computes in this process: threads, precision, determinism, compilation; and what of a machine's speed a
+model uses."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normexp.fields import UserError
+from normexp.model import ModelConfig
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+DISTINCT = ":4096:8"  # with which cuBLAS gives the same numbers again
+BUDGET, REPEATS, LARGEST = 0.05, 3, 16_384  # seconds for one size of the products that are measured
+
+
+def settle(device: torch.device, *, threads: int, deterministic: bool, tf32: bool) -> None:
+    """For all that this process computes from now on. UserError where CUDA has begun with other settings."""
+    torch.set_num_threads(threads)
+    if deterministic and device.type == "cuda" and os.environ.get(WORKSPACE) not in (DISTINCT, ":16:8"):
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise UserError(f"train.deterministic=true: CUDA has begun already; start with {WORKSPACE}={DISTINCT}")
+        os.environ[WORKSPACE] = DISTINCT
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+
+
+class Compiled:
+    """A model by torch.compile, and how many graphs it took: a number that must not grow with the steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward: Callable[..., Tensor] = torch.compile(model)
+        self._before = _counts()
+        self._settled: int | None = None
+
+    def settle(self) -> None:
+        """To be called once training and evaluation have both run: graphs after this are recompilations."""
+        if self._settled is None:
+            self._settled = self.facts()["compiled_graphs"]
+
+    def facts(self) -> dict[str, int]:
+        graphs, breaks = (now - before for now, before in zip(_counts(), self._before, strict=True))
+        late = 0 if self._settled is None else graphs - self._settled
+        return {"compiled_graphs": graphs, "graph_breaks": breaks, "recompilations": late}
+
+
+def keep_compiled(folder: Path) -> None:
+    """Where compiled code is kept for the next run, unless the user has said where."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def _counts() -> tuple[int, int]:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"]), int(sum(counters["graph_break"].values()))
+
+
+def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
+    """Of training, forward and backward: 6 for each weight of a matrix product, and 12 · depth · context · width for
+    the attention, whose mask is not counted (PaLM's convention, 2204.02311, appendix B). Embeddings are look-ups."""
+    hidden = round(config.mlp_ratio * config.width)
+    mlp = (3 if config.mlp == "swiglu" else 2) * hidden
+    weights = config.depth * config.width * (4 * config.width + mlp) + config.width * vocab_size
+    return 6.0 * weights + 12.0 * config.depth * config.context * config.width
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product in this process, the best over sizes that take milliseconds: what the machine
+    can do now."""
+    side, spent, best = 128, 0.0, 0.0
+    while 8 * spent < BUDGET and side <= LARGEST:
+        a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+        times = [_seconds(lambda a=a, b=b: a @ b, device) for _ in range(REPEATS)]  # type: ignore[misc]
+        side, spent, best = 2 * side, sum(times), max(best, 2.0 * side**3 / min(times))
+    return best
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
