@@ -180,7 +180,8 @@ def _row(folder: Path) -> dict[str, Any]:
     for name, value in (config | factors).items():
         if (name in FACTORS or name.startswith("cell.")) and summary.get(name, value) != value:
             raise _Damage(f"config.yaml says {name} {value!r}, summary.json {summary[name]!r}")
-    return config | summary | factors | {"folder": str(folder)}
+    written = (folder / "summary.json").stat().st_mtime  # seconds; tells a newer run of a cell from an older one
+    return config | summary | factors | {"folder": str(folder), "written": written}
 
 
 def _summary(folder: Path) -> dict[str, Any]:

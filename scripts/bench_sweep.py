@@ -46,10 +46,10 @@ def measure(steps: int, repeats: int) -> dict[str, dict[str, float]]:
     beyond: dict[str, list[float]] = {side: [] for side in SIDES}
     for index in range(repeats):
         for side in list(SIDES)[:: 1 if index % 2 == 0 else -1]:  # A B, B A, …
-            results = Path(tempfile.mkdtemp())
-            walls[side].append(sweep(results, steps, SIDES[side]))
-            beyond[side] += beyond_training(results)
-            again[side].append(sweep(results, steps, SIDES[side]))
+            with tempfile.TemporaryDirectory() as results:
+                walls[side].append(sweep(Path(results), steps, SIDES[side]))
+                beyond[side] += beyond_training(Path(results))
+                again[side].append(sweep(Path(results), steps, SIDES[side]))
     return {
         side: {
             "seconds": statistics.median(walls[side]),

@@ -56,9 +56,15 @@ def run_id(node: dict[str, Any]) -> str:
 
 
 def write_run(
-    root: Path, node: dict[str, Any], verdict: str = "trained", final: float = 2.2, status: str = "finished"
+    root: Path,
+    node: dict[str, Any],
+    verdict: str = "trained",
+    final: float = 2.2,
+    status: str = "finished",
+    **known: Any,
 ) -> Path:
-    """One run folder; a run that is not finished has the first half of its rows and a torn last line."""
+    """One run folder; a run that is not finished has the first half of its rows and a torn last line. `known` goes
+    into the summary."""
     folder = root / run_id(node)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(node, sort_keys=False))
@@ -68,7 +74,7 @@ def write_run(
         text = text[: len(text) // 2]
     (folder / "metrics.jsonl").write_text(text)
     summary = _summary(node, folder.name, verdict if status == "finished" else None, final, status)
-    (folder / "summary.json").write_text(json.dumps(summary, allow_nan=False))
+    (folder / "summary.json").write_text(json.dumps(summary | known, allow_nan=False))
     return folder
 
 
@@ -82,6 +88,7 @@ def _summary(node: dict[str, Any], name: str, verdict: str | None, final: float,
         "first_bad_layer": "layer_00" if verdict in ("collapsed", "diverged") else None,
         "reason": f"validation loss {final:.3f}",
         "val_loss": loss,
+        "val_step": node["train"]["steps"],
         "best_val_loss": loss,
         "bits_per_byte": loss and loss / float(np.log(2)),
         "initial_loss": 4.6,

@@ -4,7 +4,6 @@ import itertools
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib.text import Text
 
@@ -13,8 +12,6 @@ from normexp import results
 from normexp.report import canvas
 from normexp.report.figure import Drawing, Missing
 from normexp.report.figures import draw, figures
-from normexp.report.gradients import layer_norms
-from normexp.report.palette import VERDICTS
 from normexp.report.study import study
 from tests import fake_runs
 
@@ -117,42 +114,6 @@ def test_every_figure_names_its_axes_with_units_its_n_and_its_init(drawn, name):
         assert re.search(r"init|xavier", shown), figure.name
         if "loss" in layout.y_label:
             assert "nats per token" in layout.y_label
-
-
-def test_verdicts_differ_in_grey_and_for_any_eye():
-    def grey(color):
-        red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        return 0.299 * red + 0.587 * green + 0.114 * blue
-
-    for (one, first), (other, second) in itertools.combinations(VERDICTS.items(), 2):
-        apart = abs(grey(first.color) - grey(second.color)) > 0.08
-        assert apart or first.hatch != second.hatch, f"{one} and {other}"
-        assert first.color != second.color
-    lightness = [canvas.log_colors(np.array([0.1, 1.0]))[0](place) for place in np.linspace(0, 1, 20)]
-    rising = [0.299 * red + 0.587 * green + 0.114 * blue for red, green, blue, _ in lightness]
-    assert rising == sorted(rising)
-
-
-def test_the_picture_shows_the_verdicts_colours(drawn):
-    figure = next(figure for figure in drawn("norms and placements")[0] if figure.name == "phase_diagram")
-    figure.sheet.figure.canvas.draw()
-    picture = np.asarray(figure.sheet.figure.canvas.buffer_rgba())[..., :3] / 255
-    for verdict in ("trained", "collapsed"):
-        color = np.array([int(VERDICTS[verdict].color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        share = (np.abs(picture - color).max(axis=-1) < 0.02).mean()
-        assert share > 0.03, f"{verdict} covers {share:.1%}"
-
-
-def test_layer_norms_are_a_geometric_mean_and_not_finite_where_a_seed_is_not(tmp_path):
-    for seed, verdict in ((0, "trained"), (1, "diverged")):
-        fake_runs.write_run(tmp_path, fake_runs.config("ln", "pre", 12, 0, seed), verdict)
-    found = cells(tmp_path)
-    norms = layer_norms(found, found.finished)
-    assert norms.values_LS.shape == (12, 58)  # blocks 0 to 11 in order; 20 dense steps and 38 more
-    one, other = (history.loc[10, "grad_norm/layer_11"] for history in found.runs.histories.values())
-    assert norms.values_LS[11, list(norms.steps).index(10)] == pytest.approx((one * other) ** 0.5)
-    assert np.isinf(norms.values_LS[:, norms.steps > 100]).all()
-    assert np.isfinite(norms.values_LS[:, norms.steps <= 100]).all()
 
 
 def test_runs_without_layers_or_losses_still_get_what_they_support(tmp_path):

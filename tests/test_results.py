@@ -54,6 +54,8 @@ def test_a_run_becomes_one_row_of_config_and_summary(folder: Path) -> None:
     assert row["versions.torch"] == "2.13.0"
     assert row["verdict"] == "trained"
     assert row["val_loss"] == 2.2
+    assert row["val_step"] == 400
+    assert row["written"] == (folder / "summary.json").stat().st_mtime
 
 
 def test_the_history_holds_every_logged_number(folder: Path) -> None:

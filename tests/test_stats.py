@@ -41,7 +41,7 @@ def test_one_seed_has_no_interval_and_says_so():
         stats.median_over_seeds([50.0]),
         stats.paired({0: 1}, {0: 2}).difference,
     ):
-        assert (found.interval, found.n, found.method, found.note) == (None, 1, "", "one seed: no interval")
+        assert (found.interval, found.n, found.method, found.note) == (None, 1, "", "one value: no interval")
     assert stats.share(0, 0).note == stats.mean([]).note == "no value"
 
 
@@ -89,16 +89,17 @@ def test_bca_against_its_definition():
 
 def test_too_few_or_equal_values_have_no_interval_and_say_so():
     assert stats.mean([1.0, 2.0]).interval is not None
-    assert stats.mean([1.0, 2.0], "bca").note == "2 values: too few for this interval"
+    assert stats.mean([1.0, 2.0] * 9 + [1.5], "bca").note == "19 values: too few for this interval"
+    assert stats.mean([1.0, 2.0] * 10, "bca").interval is not None
     for method in ("student", "bca"):
-        found = stats.mean([2.2, 2.2, 2.2], method)
+        found = stats.mean([2.2] * 20, method)
         assert (found.value, found.interval, found.note) == (pytest.approx(2.2), None, "all equal: no interval")
 
 
 def test_non_finite_values_are_left_out_and_counted():
     found = stats.mean([2.0, math.inf, 2.2, math.nan])
     assert (found.value, found.n, found.note) == (pytest.approx(2.1), 2, "2 non-finite left out")
-    assert stats.mean([2.0, math.inf]).note == "1 non-finite left out; one seed: no interval"
+    assert stats.mean([2.0, math.inf]).note == "1 non-finite left out; one value: no interval"
     assert stats.mean([math.inf]).note == "1 non-finite left out"
 
 
@@ -110,6 +111,8 @@ def test_student_covers_what_it_says():
 
 def test_bca_covers_less_which_is_why_it_is_not_the_default(monkeypatch):
     monkeypatch.setattr(stats, "RESAMPLES", 499)
+    assert 0.90 <= coverage(20, "bca") <= 0.95  # from here on it is offered
+    monkeypatch.setattr(stats, "SMALLEST_BCA", 3)
     assert 0.86 <= coverage(10, "bca") < 0.92
     assert 0.80 <= coverage(5, "bca") < 0.88
     assert 0.68 <= coverage(3, "bca") < 0.78
@@ -196,29 +199,42 @@ def test_holm_by_hand():
 
 
 def test_lr_sensitivity_by_hand():
-    assert stats.lr_sensitivity({1e-3: 2.0, 3e-3: 1.8, 1e-2: math.inf}, 4.0) == pytest.approx(
-        (2.0 + 1.8 + 4.0) / 3 - 1.8
-    )
-    assert stats.lr_sensitivity({1e-3: 2.0, 3e-3: 9.0}, 4.0) == pytest.approx(1.0)  # clipped at the ceiling
-    assert stats.lr_sensitivity({1e-3: 2.0, 3e-3: 2.0}, 4.0) == 0
+    losses = {1e-3: 2.0, 3e-3: 1.8, 1e-2: math.inf}
+    assert stats.lr_sensitivity(losses, {1e-3, 3e-3}, 4.0) == pytest.approx((2.0 + 1.8 + 4.0) / 3 - 1.8)
+    assert stats.lr_sensitivity({1e-3: 2.0, 3e-3: 9.0}, {1e-3}, 4.0) == pytest.approx(1.0)  # clipped at the ceiling
+    assert stats.lr_sensitivity({1e-3: 2.0, 3e-3: 2.0}, {1e-3, 3e-3}, 4.0) == 0
 
 
-def test_a_cell_that_no_lr_trains_has_no_sensitivity():
-    assert math.isnan(stats.lr_sensitivity({1e-3: math.inf, 3e-3: 4.2}, 4.17))
-    assert math.isnan(stats.lr_sensitivity({}, 4.17))
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {1e-3: 3.025, 3e-3: 3.026, 1e-2: 3.024},  # collapsed everywhere: below ln V, all alike
+        {1e-3: math.inf, 3e-3: 4.2},
+        {},
+    ],
+)
+def test_a_seed_that_no_lr_trains_has_no_sensitivity_no_edge_and_no_range(losses):
+    assert math.isnan(stats.lr_sensitivity(losses, set(), 4.17))
+    assert math.isnan(stats.lr_edge(losses, set()))
+    assert all(map(math.isnan, stats.usable_range(losses, set())))
+
+
+def test_the_best_lr_is_one_at_which_the_seed_learned():
+    losses = {1e-3: 3.0, 3e-3: 3.46, 1e-2: 3.6}  # BatchNorm learned at 3e-3 by batch statistics; by running ones 3.46
+    assert stats.lr_edge(losses, {3e-3}) == 1e-2
+    assert stats.usable_range(losses, {3e-3}) == (3e-3, 3e-3)
 
 
 def test_the_edge_is_the_first_bad_lr_above_the_best():
     losses = {1e-4: 3.0, 1e-3: 2.0, 3e-3: 2.1, 1e-2: 2.11, 3e-2: math.inf}
-    assert stats.lr_edge(losses) == 1e-2  # not 1e-4, which has not learned yet; not 3e-3, which is within 0.1
-    assert stats.lr_edge({1e-3: 2.0, 3e-3: 2.05}) == math.inf
-    assert math.isnan(stats.lr_edge({1e-3: math.inf}))
+    learned = {1e-3, 3e-3, 1e-2}
+    assert stats.lr_edge(losses, learned) == 1e-2  # not 1e-4, which has not learned yet; not 3e-3, within 0.1
+    assert stats.lr_edge({1e-3: 2.0, 3e-3: 2.05}, {1e-3, 3e-3}) == math.inf
 
 
 def test_the_usable_range_is_the_unbroken_stretch_around_the_best():
     losses = {1e-4: 2.01, 3e-4: 2.5, 1e-3: 2.015, 3e-3: 2.0, 1e-2: 2.019, 3e-2: 2.03}
-    assert stats.usable_range(losses) == (1e-3, 1e-2)
-    assert all(map(math.isnan, stats.usable_range({1e-3: math.inf})))
+    assert stats.usable_range(losses, losses.keys()) == (1e-3, 1e-2)
 
 
 def test_the_warmup_boundary_lasts():

@@ -11,10 +11,18 @@ from normexp.report import document, page
 from normexp.report.facts import facts, uncounted
 from normexp.report.figure import Missing
 from normexp.report.figures import draw
-from normexp.report.formats import Table, to_csv, to_latex, to_markdown
+from normexp.report.formats import Table, to_csv, to_markdown
+from normexp.report.latex import to_latex
 from normexp.report.study import study
 from normexp.report.tables import tables
 
+# Every name that a report writes, and no other; a figure's ends in `-factor-value` where there are several of a kind.
+OWN_FILES = re.compile(
+    r"REPORT\.md|report\.html|tables/runs\.parquet"
+    r"|tables/(map|cells|warmup|learning_rates|comparisons|runs)\.(csv|md|tex)"
+    r"|figures/(phase_diagram|loss_curves|gradient_heatmap|gradient_profile|lr_sensitivity|loss_depth"
+    r"|loss_(norm|placement|model|data|optim|train)_\w+)(-[A-Za-z0-9]+-[A-Za-z0-9.-]*)?\.(png|pdf)"
+)
 KEPT = re.compile(r"train/loss|val/loss|grad_norm/(total|layer_\d+)|layer_ratio")
 
 
@@ -33,6 +41,7 @@ def build(path: Path, out: Path, command: str) -> Built:
     cells = study(runs)
     made = tables(cells)
     out.mkdir(parents=True, exist_ok=True)
+    _remove_earlier(out)
     _write_tables(made, out / "tables")
     if len(runs.table):
         results.write_parquet(runs.table, out / "tables" / "runs.parquet")
@@ -44,6 +53,13 @@ def build(path: Path, out: Path, command: str) -> Built:
     web = page.render(title, cells, told, made, drawn, missing, left_out, out / "figures")
     (out / "report.html").write_text(web, encoding="utf-8")
     return Built(len(cells.finished), len(runs.table), left_out, missing, [out / "REPORT.md", out / "report.html"])
+
+
+def _remove_earlier(out: Path) -> None:
+    """An earlier report's files: a figure that this one does not draw would stand beside it as if it belonged to it."""
+    for file in [*out.glob("*"), *out.glob("tables/*"), *out.glob("figures/*")]:
+        if file.is_file() and OWN_FILES.fullmatch(file.relative_to(out).as_posix()):
+            file.unlink()
 
 
 def _write_tables(made: list[Table], folder: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, LogNorm
+from matplotlib.colors import Colormap, LogNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -53,7 +53,7 @@ STYLE: dict[str, Any] = {
 }
 # Inches.
 LEFT, RIGHT, BOTTOM, GAP_X, GAP_Y = 1.05, 0.3, 0.55, 0.2, 0.26
-COLORBAR = 0.95  # with its labels
+COLORBAR, RAMP = 0.95, 0.09  # a scale with its labels; a further ramp in it
 NARROWEST, LOWEST = 6.4, 2.2  # a title must fit across the sheet, an axis label along the panels
 TITLE, LINE, KEY_ROW, HEADINGS = 0.42, 0.165, 0.2, 0.47
 KEY = 0.52  # a legend's entry without its text
@@ -75,8 +75,8 @@ def band_key(label: str) -> Key:
 
 
 def verdict_key(verdict: str) -> Key:
-    color, hatch, hatch_color, _ = VERDICTS[verdict]
-    return Patch(facecolor=color, hatch=hatch * 2, edgecolor=hatch_color, linewidth=0, label=verdict)
+    _, full, hatch, hatch_color = VERDICTS[verdict]
+    return Patch(facecolor=full, hatch=hatch * 2, edgecolor=hatch_color, linewidth=0, label=verdict)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Layout:
     x_label: str
     y_label: str
     keys: Sequence[Key] = ()
-    colorbar: bool = False
+    colorbar: float = 0.0  # inches, for a scale to the right of the panels
     left: float = LEFT  # inches, for the labels of the y axis
     stretch: bool = True  # few panels are made larger until they fill the smallest sheet
 
@@ -100,7 +100,7 @@ class Sheet:
 
     def __init__(self, layout: Layout, panel: tuple[float, float]) -> None:
         rows, columns = len(layout.rows), len(layout.columns)
-        around = layout.left + (columns - 1) * GAP_X + (COLORBAR if layout.colorbar else RIGHT)
+        around = layout.left + (columns - 1) * GAP_X + (layout.colorbar or RIGHT)
         self.width = max(around + columns * panel[0], NARROWEST)
         wide, tall = (self.width - around) / columns, max(panel[1], LOWEST / rows)
         self.layout, self.panel = layout, (wide, tall) if layout.stretch else panel
@@ -183,13 +183,27 @@ class Sheet:
             axes.set_ylim(10.0 ** np.floor(np.log10(low)), 10.0 ** np.ceil(np.log10(high)))
 
     def colorbar(self, colors: Colormap, norm: LogNorm, label: str) -> None:
-        tall = min(self.height - self.header - BOTTOM, 3.2)
-        x, y = self._at(self.layout.left + self.inner + 0.18, self.header + tall)
-        axes = self.figure.add_axes((x, y, 0.13 / self.width, tall / self.height))
+        axes = self._beside(0.13)
         bar = self.figure.colorbar(ScalarMappable(norm, colors), cax=axes, extend="both", extendfrac=0.03)
         bar.set_label(label)
         bar.ax.yaxis.set_minor_formatter("")
         bar.outline.set_linewidth(0.4)
+
+    def ramps(self, ramps: Sequence[Sequence[Color]], ends: tuple[float, float], label: str) -> None:
+        """One scale for several colours: each ramp, from the low end to the high one, beside the others."""
+        axes = self._beside(RAMP * len(ramps))
+        picture = np.array([[to_rgb(color) for color in ramp] for ramp in ramps]).transpose(1, 0, 2)
+        axes.imshow(picture, aspect="auto", origin="lower", extent=(0, len(ramps), *ends), interpolation="nearest")
+        axes.set(xticks=[], ylabel=label)
+        axes.yaxis.set_label_position("right")
+        axes.yaxis.tick_right()
+        axes.grid(False)
+
+    def _beside(self, width: float) -> Axes:
+        """A scale to the right of the panels, `width` inches wide."""
+        tall = min(self.height - self.header - BOTTOM, 3.2)
+        x, y = self._at(self.layout.left + self.inner + 0.18, self.header + tall)
+        return self.figure.add_axes((x, y, width / self.width, tall / self.height))
 
     def save(self, folder: Path, name: str) -> None:
         """PNG for the screen, PDF for the paper; no date in either, so that the same runs give the same files."""

@@ -10,7 +10,7 @@ import pandas as pd
 
 from normexp.report import canvas, marks
 from normexp.report.canvas import Axes, Key, Layout, Sheet
-from normexp.report.figure import Drawing, Grid, Missing, file_name, grids, seeds_of, setting
+from normexp.report.figure import Drawing, Grid, Missing, file_name, grids, seeds_of, setting, statistics_of
 from normexp.report.palette import LineStyle, line_styles
 from normexp.report.study import Frame, Study, levels, losses, missing, split, text
 
@@ -25,7 +25,8 @@ def loss_curves(study: Study) -> Iterator[Drawing | Missing]:
         layout = Layout(
             title="Training loss",
             subtitle=f"{setting(study, grid.values)}; {seeds_of(grid.part, study.factors)}. Line: mean over the seeds "
-            f"of the mean of the last {WINDOW} steps; band: range of the seeds; ×: a seed's last finite loss.",
+            f"of the mean of the last {WINDOW} steps; band: range of the seeds; ×: a seed's last finite loss, where "
+            "others follow.",
             rows=grid.row_labels,
             columns=grid.column_labels,
             x_label="step",
@@ -54,13 +55,14 @@ def _keys(grid: Grid, styles: dict[str, LineStyle], entropy: float) -> list[Key]
 
 
 def smoothed(study: Study, cell: Frame) -> Frame:
-    """Steps × seeds of one cell: running means of the training loss; NaN from a seed's first non-finite loss on."""
+    """Steps × seeds of one cell: running means over the finite training losses; NaN after a seed's last finite one."""
     seeds = {}
     for run_id in cell["run_id"]:
         history = study.runs.histories[run_id]
         if "train/loss" in history:
             loss = history["train/loss"].dropna()
-            seeds[run_id] = loss.where(np.isfinite(loss).cummin()).rolling(WINDOW, min_periods=1).mean()
+            finite = loss.where(np.isfinite(loss))
+            seeds[run_id] = finite.rolling(WINDOW, min_periods=1).mean().where(finite.bfill().notna())
     return pd.DataFrame(seeds)
 
 
@@ -93,7 +95,7 @@ def loss_against(study: Study, factor: str, name: str, title: str, axis: str) ->
         layout = Layout(
             title=title,
             subtitle=f"{setting(study, grid.values)}; {seeds_of(grid.part, study.factors)}. Points: seeds; line: their "
-            f"mean; ×: diverged or above ln V = {ceiling:.2f}, drawn and counted there.",
+            f"mean; ×: diverged or above ln V = {ceiling:.2f}, drawn and counted there.{statistics_of(grid.part)}",
             rows=grid.row_labels,
             columns=grid.column_labels,
             x_label=axis + (" (log scale)" if logarithmic else ""),

@@ -8,8 +8,10 @@ from normexp.report.formats import Table, markdown, to_markdown
 
 HOW = """Shares of seeds have Wilson's 95 % interval, means Student's t, medians over seeds the range of the seeds. At
 n = 10 and normal values Student's interval covers the mean in 95 % of 10,000 draws, BCa bootstrap in 90 %; at n = 3 in
-95 % and 73 %: hence Student. A mean over seeds of which some train and some do not describes neither: read the share
-and the seeds then."""
+95 % and 73 %: hence Student, with BCa beside it from 20 seeds on, where neither is better for all shapes. Student's
+interval knows no bounds: where seeds differ much it may reach a loss below zero, or below what any seed has. That says
+that the mean is not known, not that such losses occur: read the seeds in the table of runs then. So too where some
+seeds of a cell train and some do not: their mean describes neither; read the share."""
 RUNS = "All of them: [tables/runs.csv](tables/runs.csv); with curves: [report.html](report.html)."
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from datetime import UTC, datetime
 from typing import Any
 
-from normexp.report.study import Frame, Study, missing, text, verdict_counts
+from normexp.report.study import Frame, Study, commits, missing, text, verdict_counts
 from normexp.results import STATUSES, VERDICTS
 
 Facts = list[tuple[str, str]]
@@ -15,6 +15,7 @@ Facts = list[tuple[str, str]]
 def facts(study: Study, command: str) -> Facts:
     """(name, text) pairs; those that the runs say nothing about are left out."""
     table, sweep = study.runs.table, study.runs.source.sweep
+    counted = study.finished if len(study.finished) else table
     known = [
         ("runs", _counts(study)),
         ("verdicts", ", ".join(f"{count} {verdict}" for verdict, count in _verdicts(study.finished))),
@@ -23,10 +24,10 @@ def facts(study: Study, command: str) -> Facts:
         ("seeds", ", ".join(map(text, sorted(set(study.finished["seed"]))))),
         ("made by", str(sweep.get("command", ""))),
         ("reported by", command),
-        ("commit", _unique(table, "git_commit")),
-        ("versions", _unique(table, "versions.")),
-        ("machine", _unique(table, "machine")),
-        ("norm path", _unique(table, "norm_path")),
+        ("commit", _commits(counted)),
+        ("versions", _unique(counted, "versions.")),
+        ("machine", _unique(counted, "machine")),
+        ("norm path", _unique(counted, "norm_path")),
         ("training time", _seconds(table)),
         ("written", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
     ]
@@ -46,6 +47,14 @@ def _counts(study: Study) -> str:
 def _verdicts(finished: Frame) -> list[tuple[str, int]]:
     counts = verdict_counts(finished) if len(finished) else {}
     return [(verdict, counts[verdict]) for verdict in VERDICTS if verdict in counts]
+
+
+def _commits(counted: Frame) -> str:
+    known = commits(counted)
+    if len(known) < 2:
+        return "".join(known)
+    told = ", ".join(f"{commit} ({count} runs)" for commit, count in known.items())
+    return f"{len(known)} DIFFERENT ones, compare their runs with care (the table of runs says which is whose): {told}"
 
 
 def _unique(table: Frame, prefix: str) -> str:

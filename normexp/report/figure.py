@@ -43,6 +43,14 @@ def seeds_of(part: Frame, factors: tuple[str, ...]) -> str:
     return f"n\xa0=\xa0{count} seed{'s' if sizes[-1] > 1 else ''} a cell"
 
 
+def statistics_of(part: Frame) -> str:
+    """A sentence for figures of losses, where the verdict is by another loss than the one that they show."""
+    column = "val_loss_batch_stats"
+    names = levels(part[part[column].notna()], "norm") if column in part else []
+    told = ", ".join(map(text, names))
+    return f" {told}: verdict by batch statistics, loss by running ones." if names else ""
+
+
 def train_text(cell: Frame) -> str:
     """How a panel says whether what it shows trains: it is a mean over seeds that may differ."""
     return f"{learned(cell)}/{len(cell)} train"

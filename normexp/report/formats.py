@@ -1,4 +1,4 @@
-"""A table of plain values and estimates -> CSV, Markdown, LaTeX (booktabs), HTML. Text is escaped for each."""
+"""A table of plain values and estimates -> CSV, Markdown, HTML (latex.py: LaTeX). Text is escaped for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -17,11 +17,34 @@ from normexp.stats import Estimate
 Value = str | float | int | Estimate | None
 
 
+Writer = Callable[[float], str]
+
+
+def fixed(digits: int) -> Writer:
+    """So many digits after the point; two figures of what would be 0."""
+
+    def write(value: float) -> str:
+        if value and abs(value) < 10.0**-digits:
+            return significant(2)(value)
+        return f"{value:.{digits}f}" if math.isfinite(value) else _not_finite(value)
+
+    return write
+
+
+def significant(figures: int) -> Writer:
+    """So many figures: for what spans decades."""
+    return lambda value: text(float(f"{value:.{figures}g}")) if math.isfinite(value) else _not_finite(value)
+
+
+def _not_finite(value: float) -> str:
+    return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+
+
 @dataclass(frozen=True)
 class Column:
     key: str
     title: str  # with the unit
-    digits: int | None = None  # after the point; None: 3 of an estimate, four figures of a plain number
+    write: Writer | None = None  # None: three digits of an estimate, four figures of a plain number
 
 
 @dataclass(frozen=True)
@@ -38,26 +61,18 @@ def factor_columns(names: Sequence[str]) -> list[Column]:
     return [Column(name, titles.get(name, name.replace("first_bad_", "first bad "))) for name in names]
 
 
-def show(value: Value, digits: int | None = None) -> str:
-    """An estimate as `2.31 [2.28, 2.34] (n=3)`, without an interval as `2.31 (n=1; one seed: no interval)`."""
-    if isinstance(value, float) and digits is not None:
-        return _number(value, digits)
+def show(value: Value, write: Writer | None = None) -> str:
+    """An estimate as `2.31 [2.28, 2.34] (n=3)`, without an interval as `2.31 (n=1; one value: no interval)`."""
+    if isinstance(value, float) and write:
+        return write(value)
     if not isinstance(value, Estimate):
         return text(value)
-    digits = 3 if digits is None else digits
+    write = write or fixed(3)
     if value.interval is None:
-        return f"{_number(value.value, digits)} (n={value.n}; {value.note})"
-    low, high = (_number(end, digits) for end in value.interval)
+        return f"{write(value.value)} (n={value.n}; {value.note})"
+    low, high = map(write, value.interval)
     note = f"; {value.note}" if value.note else ""
-    return f"{_number(value.value, digits)} [{low}, {high}] (n={value.n}{note})"
-
-
-def _number(value: float, digits: int) -> str:
-    if not math.isfinite(value):
-        return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
-    if value and abs(value) < 10.0**-digits:
-        return text(float(f"{value:.2g}"))
-    return f"{value:.{digits}f}"
+    return f"{write(value.value)} [{low}, {high}] (n={value.n}{note})"
 
 
 def to_csv(table: Table) -> str:
@@ -84,7 +99,7 @@ def _csv_cells(value: Value, wide: bool) -> list[object]:
 
 def to_markdown(table: Table) -> str:
     lines = [[column.title for column in table.columns], ["---"] * len(table.columns)]
-    lines += [[show(row.get(column.key), column.digits) for column in table.columns] for row in table.rows]
+    lines += [[show(row.get(column.key), column.write) for column in table.columns] for row in table.rows]
     return "\n".join("| " + " | ".join(markdown(cell) for cell in line) + " |" for line in lines) + "\n"
 
 
@@ -92,33 +107,6 @@ def markdown(value: str) -> str:
     """Escapes what would become markup; an underscore inside a word and a bracket that is no link stay readable."""
     value = re.sub(r"([\\|*`<>]|(?<!\w)_|_(?!\w))", r"\\\1", value)
     return value.replace("](", "\\](").replace("\n", " ")
-
-
-LATEX = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "–": "--",
-    "−": "$-$",
-    "∞": r"$\infty$",
-}
-
-
-def latex(value: str) -> str:
-    return "".join(LATEX.get(sign, sign) for sign in value)
-
-
-def to_latex(table: Table) -> str:
-    r"""A booktabs `tabular` in a `table`; the document needs \usepackage{booktabs}."""
-    rows = [" & ".join(latex(show(row.get(c.key), c.digits)) for c in table.columns) + r" \\" for row in table.rows]
-    head = " & ".join(latex(column.title) for column in table.columns) + r" \\"
-    lines = [r"\begin{table}", r"\centering", r"\small", rf"\begin{{tabular}}{{{'l' * len(table.columns)}}}"]
-    lines += [r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    lines += [rf"\caption{{{latex(table.title)}. {latex(table.note)}}}", rf"\label{{tab:{table.name}}}", r"\end{table}"]
-    return "\n".join(lines) + "\n"
 
 
 def to_html(table: Table) -> str:
@@ -135,7 +123,7 @@ def to_html(table: Table) -> str:
 
 
 def _html_cell(column: Column, value: Value) -> str:
-    shown = html.escape(show(value, column.digits))
+    shown = html.escape(show(value, column.write))
     plain = value.value if isinstance(value, Estimate) else value
     if column.key == "run_id":
         shown = f'<a href="#run={quote(str(value))}">{shown}</a>'

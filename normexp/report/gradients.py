@@ -78,7 +78,7 @@ def _heatmap(study: Study, grid: Grid, cells: Cells) -> Drawing:
         columns=grid.column_labels,
         x_label="step (log scale)",
         y_label="block",
-        colorbar=True,
+        colorbar=canvas.COLORBAR,
     )
     sheet = Sheet(layout, (1.9, min(1.5, max(0.75, 0.13 * depth))))
     for axes, place in sheet.places():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from normexp import stats
-from normexp.report.formats import Column, Table, Value, factor_columns
-from normexp.report.study import Frame, Study, losses, split, text
+from normexp.report.formats import Column, Table, Value, factor_columns, fixed, significant
+from normexp.report.study import BATCH_NORM, Frame, Study, losses, split, text
 from normexp.results import LEARNED
 from normexp.stats import Estimate
 
@@ -29,7 +30,7 @@ def warmups(study: Study) -> Table:
         rows.append(values | told)
     columns = [
         *factor_columns(kept),
-        Column("boundary", "warmup from which it trains (steps, median)", 0),
+        Column("boundary", "warmup from which it trains (steps, median)", fixed(0)),
         Column("reading", "the boundary lies"),
         Column("grid", "warmups tried"),
     ]
@@ -53,41 +54,58 @@ def _reading(boundary: Estimate, grid: list[int]) -> str:
 def learning_rates(study: Study) -> Table:
     kept = tuple(factor for factor in study.factors if factor != "lr")
     rows: list[dict[str, Value]] = []
+    never = seeds = 0
     for values, part in split(study.finished, kept):
         if part["lr"].nunique() > 1:
-            rows.append(values | _learning_rates(part))
+            grids = lr_grids(part)
+            unlearned = sum(not seed.learned for seed in grids)
+            rows.append(values | _learning_rates(part, grids) | {"never": f"{unlearned} of {len(grids)}"})
+            never, seeds = never + unlearned, seeds + len(grids)
     columns = [
         *factor_columns(kept),
+        Column("never", "seeds that learn at no LR"),
         Column("sensitivity", "LR sensitivity (nats, Student t)"),
-        Column("edge", "LR edge (median)", 4),
-        Column("lowest", "usable from (median)", 4),
-        Column("highest", "usable to (median)", 4),
+        Column("edge", "LR edge (median)", significant(3)),
+        Column("lowest", "usable from (median)", significant(3)),
+        Column("highest", "usable to (median)", significant(3)),
         Column("grid", "LRs tried"),
     ]
     note = (
-        "n: seeds. Sensitivity: mean over the LRs of min(loss, ln V) minus the best; a diverged run counts as ln V; "
-        "without a value where no LR gets below ln V. Edge: the lowest LR above the best with a loss 0.1 above it; ∞: "
-        "none in the grid. Usable: the unbroken stretch of LRs within 0.02 of the best. Not comparable between cells "
-        "where an LR means something else. Only seeds run at every LR count."
+        f"n: seeds. {never} of {seeds} seeds learn at no LR: they have none of these numbers and are left out of them. "
+        "Sensitivity: mean over the LRs of min(loss, ln V) minus the best; a diverged run counts as ln V. Edge: the "
+        "lowest LR above the best with a loss 0.1 above it; ∞: none in the grid. Usable: the unbroken stretch of LRs "
+        f"at which the seed learns, within 0.02 of the best. {BATCH_NORM} Not comparable between cells where an LR "
+        "means something else. Only seeds run at every LR count."
     )
     return Table("learning_rates", "Learning rates", note, columns, rows)
 
 
-def _learning_rates(part: Frame) -> dict[str, Value]:
-    grid = sorted(part["lr"].unique())
+def _learning_rates(part: Frame, seeds: list[LrGrid]) -> dict[str, Value]:
     ceiling = math.log(float(part["vocab_size"].iloc[0]))
-    seeds = [by_lr(seed) for _, seed in split(part, ("seed",)) if len(seed) == len(grid)]
-    ranges = [stats.usable_range(seed) for seed in seeds]
+    ranges = [stats.usable_range(*seed) for seed in seeds]
     return {
-        "sensitivity": stats.mean([stats.lr_sensitivity(seed, ceiling) for seed in seeds]),
-        "edge": stats.median_over_seeds([stats.lr_edge(seed) for seed in seeds]),
+        "sensitivity": stats.mean([stats.lr_sensitivity(*seed, ceiling) for seed in seeds]),
+        "edge": stats.median_over_seeds([stats.lr_edge(*seed) for seed in seeds]),
         "lowest": stats.median_over_seeds([low for low, _ in ranges]),
         "highest": stats.median_over_seeds([high for _, high in ranges]),
-        "grid": ", ".join(map(text, grid)),
+        "grid": ", ".join(map(text, sorted(part["lr"].unique()))),
     }
 
 
-def by_lr(rows: Frame) -> dict[float, float]:
-    """LR -> loss of one seed; a run judged diverged is `inf`, whatever its last loss was."""
-    found = zip(rows["lr"], rows["verdict"], losses(rows), strict=True)
-    return {float(lr): math.inf if verdict == "diverged" else loss for lr, verdict, loss in found}
+class LrGrid(NamedTuple):
+    """One seed over the LRs."""
+
+    losses: dict[float, float]  # a run judged diverged is `inf`, whatever its last loss was
+    learned: set[float]
+
+
+def lr_grids(part: Frame) -> list[LrGrid]:
+    """The seeds that were run at every LR."""
+    complete = part["lr"].nunique()
+    return [_lr_grid(seed) for _, seed in split(part, ("seed",)) if len(seed) == complete]
+
+
+def _lr_grid(seed: Frame) -> LrGrid:
+    found = zip(seed["lr"], seed["verdict"], losses(seed), strict=True)
+    by_lr = {float(lr): math.inf if verdict == "diverged" else loss for lr, verdict, loss in found}
+    return LrGrid(by_lr, {float(lr) for lr in seed["lr"][seed["verdict"].isin(LEARNED)]})

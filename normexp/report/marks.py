@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from normexp.report.palette import GREY, VERDICTS
+from normexp.report.palette import GREY, VERDICTS, ink
 
 if TYPE_CHECKING:
     from normexp.report.canvas import Axes
@@ -27,25 +27,33 @@ def tile_axes(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def verdict_tile(axes: Axes, column: int, row: int, counts: Mapping[str, int]) -> None:
+class Segment(NamedTuple):
+    """A part of a tile: the seeds with one verdict."""
+
+    verdict: str
+    seeds: int
+    color: str
+
+
+def verdict_tile(axes: Axes, column: int, row: int, segments: Sequence[Segment]) -> None:
     """The tile at (column, row), divided in proportion to the verdicts."""
     tall, wide = 0.94, 0.96
     left = column - wide / 2
-    for verdict, count in counts.items():
-        color, hatch, hatch_color, _ = VERDICTS[verdict]
-        width = wide * count / sum(counts.values())
+    for verdict, seeds, color in segments:
+        _, _, hatch, hatch_color = VERDICTS[verdict]
+        width = wide * seeds / sum(segment.seeds for segment in segments)
         box: dict[str, Any] = {"color": color, "hatch": hatch, "edgecolor": hatch_color, "linewidth": 0}
         axes.bar(left, tall, width, row - tall / 2, align="edge", **box)
         left += width
 
 
-def tile_text(axes: Axes, column: int, row: int, lines: Sequence[str], counts: Mapping[str, int]) -> None:
-    """A bold line over a plain one; on a tile of light and dark parts on a ground of its own."""
-    inks = {VERDICTS[verdict].ink for verdict in counts} or {GREY}
-    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "boxstyle": "round,pad=0.15"}
-    options: dict[str, Any] = {"ha": "center", "color": inks.pop() if len(inks) == 1 else "black"}
-    if inks:
-        options["bbox"] = ground
+def tile_text(axes: Axes, column: int, row: int, lines: Sequence[str], segments: Sequence[Segment]) -> None:
+    """A bold line over a plain one, on a ground that keeps hatches and edges out of it."""
+    options: dict[str, Any] = {"ha": "center", "color": GREY}
+    if segments:
+        ground = segments[0].color if len(segments) == 1 else "#FFFFFF"
+        box = {"facecolor": ground, "edgecolor": "none", "alpha": 0.85, "boxstyle": "round,pad=0.15"}
+        options |= {"color": ink(ground), "bbox": box}
     axes.text(column, row + 0.03, lines[0], va="bottom", size=9.5, weight="bold", **options)
     axes.text(column, row - 0.08, lines[1], va="top", size=8, **options)
 

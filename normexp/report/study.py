@@ -22,6 +22,8 @@ NUMERIC_FIELDS = re.compile(r"(norm|placement|model|data|optim|train)\..+")
 # What a reader wants to know of the fields that do not vary.
 TOLD = ("train.steps", "train.batch_size", "train.grad_accum", "model.context", "model.width", "optim.name")
 
+BATCH_NORM = "BatchNorm's verdict is by batch statistics; its loss column by running ones."
+
 Frame = pd.DataFrame
 Values = dict[str, Any]  # factor -> its value
 
@@ -47,7 +49,9 @@ class Study:
 
 def study(runs: Runs) -> Study:
     table = runs.table
-    finished = table[table["status"] == "finished"] if len(table) else pd.DataFrame(columns=["run_id", *FACTORS])
+    finished = (
+        table[table["status"] == "finished"] if len(table) else pd.DataFrame(columns=["run_id", "written", *FACTORS])
+    )
     fields = [name for name in finished.columns if NUMERIC_FIELDS.fullmatch(name) and name not in FACTORS.values()]
     factors = (*NAMED, *(name for name in fields if _is_factor(finished, name)))
     finished, twins = _without_twins(finished, [*factors, "seed"])
@@ -58,11 +62,12 @@ def study(runs: Runs) -> Study:
 
 
 def _without_twins(table: Frame, key: list[str]) -> tuple[Frame, tuple[tuple[str, str], ...]]:
-    """A cell and seed counts once, however often it was run (with other telemetry, or by an older version)."""
-    first: dict[tuple[str, ...], str] = {}
+    """A cell and seed counts once, by its newest run: others had other telemetry, or an older version made them."""
+    newest: dict[tuple[str, ...], str] = {}
     twins = []
-    for run_id, *values in table[["run_id", *key]].itertuples(index=False):
-        counted = first.setdefault(tuple(text(value) for value in values), run_id)
+    by_age = table.sort_values(["written", "run_id"], ascending=False)
+    for run_id, *values in by_age[["run_id", *key]].itertuples(index=False):
+        counted = newest.setdefault(tuple(text(value) for value in values), run_id)
         if counted != run_id:
             twins.append((run_id, counted))
     return table[~table["run_id"].isin([left_out for left_out, _ in twins])], tuple(twins)
@@ -120,9 +125,23 @@ def losses(rows: Frame) -> list[float]:
     return [math.inf if missing(value) else float(value) for value in rows["val_loss"]]
 
 
+def batch_losses(rows: Frame) -> list[float]:
+    """Final validation losses with batch statistics, NaN where the norm has none; empty where no run has any."""
+    column = "val_loss_batch_stats"
+    if column not in rows or not rows[column].notna().any():
+        return []
+    return [math.nan if missing(value) else float(value) for value in rows[column]]
+
+
 def verdict_counts(rows: Frame) -> dict[str, int]:
     counts = rows["verdict"].value_counts()
     return {verdict: int(counts[verdict]) for verdict in VERDICTS if verdict in counts}
+
+
+def commits(rows: Frame) -> dict[str, int]:
+    """The commits at which runs were made, most runs first."""
+    made = rows["git_commit"].fillna("unknown") if "git_commit" in rows else pd.Series(dtype=str)
+    return {str(commit): int(count) for commit, count in made.value_counts().items()}
 
 
 def factor_text(name: str, value: object) -> str:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from normexp import stats
-from normexp.report.formats import Column, Table, Value, factor_columns, show
+from normexp.report.formats import Column, Table, Value, factor_columns, fixed, show, significant
 from normexp.report.grids import learning_rates, warmups
 from normexp.report.pairs import comparisons
-from normexp.report.study import Frame, Study, learned, losses, missing, split, verdict_counts
+from normexp.report.study import (
+    BATCH_NORM,
+    Frame,
+    Study,
+    batch_losses,
+    commits,
+    learned,
+    losses,
+    missing,
+    split,
+    verdict_counts,
+)
 
 LEARNS = (
-    "A seed trains if its verdict is trained or unstable (learned, with spikes); undecided counts as not. BatchNorm's "
-    "loss is with running statistics."
+    f"A seed trains if its verdict is trained or unstable (learned, with spikes); undecided counts as not. {BATCH_NORM}"
 )
 
 
@@ -46,13 +57,15 @@ def cells(study: Study) -> Table:
     columns = [
         *factor_columns(study.factors),
         Column("verdicts", "verdicts"),
-        Column("trains", "share that trains (Wilson)", 2),
-        Column("trains_exact", "the same (Clopper-Pearson)", 2),
+        Column("trains", "share that trains (Wilson)", fixed(2)),
+        Column("trains_exact", "the same (Clopper-Pearson)", fixed(2)),
         Column("val_loss", "validation loss (nats/token, Student t)"),
+        Column("val_loss_bca", "the same (BCa bootstrap)"),
+        Column("val_loss_batch_stats", "validation loss by batch statistics (nats/token, Student t)"),
         Column("statistics_gap", "running minus batch statistics (nats/token, Student t)"),
-        Column("layer_ratio", "last layer ratio (median)", 4),
-        Column("first_bad_step", "first bad step (median)", 0),
-        Column("loss_spikes", "loss spike score (Student t)", 4),
+        Column("layer_ratio", "last layer ratio (median)", significant(3)),
+        Column("first_bad_step", "first bad step (median)", fixed(0)),
+        Column("loss_spikes", "loss spike score (share of steps, median)", significant(2)),
     ]
     shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     note = (
@@ -75,10 +88,12 @@ def _cell(study: Study, part: Frame) -> dict[str, Value]:
         "first_bad_step": stats.median_over_seeds(bad) if bad else None,
     }
     if "loss_spike_score" in part:
-        row["loss_spikes"] = stats.mean(_floats(part, "loss_spike_score"))
-    if "val_loss_batch_stats" in part and part["val_loss_batch_stats"].notna().any():
-        pairs = zip(_floats(part, "val_loss"), _floats(part, "val_loss_batch_stats"), strict=True)
-        row["statistics_gap"] = stats.mean([running - batch for running, batch in pairs])
+        row["loss_spikes"] = stats.median_over_seeds(_floats(part, "loss_spike_score"))
+    if len(part) >= stats.SMALLEST_BCA:
+        row["val_loss_bca"] = stats.mean(losses(part), "bca")
+    if by_batch := batch_losses(part):
+        row["val_loss_batch_stats"] = stats.mean(by_batch)
+        row["statistics_gap"] = stats.mean([a - b for a, b in zip(losses(part), by_batch, strict=True)])
     return row
 
 
@@ -91,13 +106,31 @@ def _last(history: Frame, path: str) -> float:
     return float(logged[-1]) if logged else math.nan
 
 
+RUN = {
+    "run_id": Column("run_id", "run"),
+    "val_loss": Column("val_loss", "validation loss (nats/token)", fixed(3)),
+    "val_loss_batch_stats": Column("val_loss_batch_stats", "the same by batch statistics", fixed(3)),
+    "val_step": Column("val_step", "step of that loss"),
+    "git_commit": Column("git_commit", "commit"),
+}
+
+
 def runs(study: Study) -> Table:
     """Every readable run, those that are not finished included: they enter no other table."""
     table = study.runs.table
     outcome = ("seed", "status", "verdict", "val_loss", "first_bad_step", "first_bad_layer", "reason")
-    keys = [key for key in ("run_id", *study.factors, *outcome) if key in table.columns]
+    keys = [key for key in ("run_id", *study.factors, *outcome, *_worth_a_column(table)) if key in table.columns]
     rows = [{key: None if missing(row[key]) else row[key] for key in keys} for row in table.to_dict("records")]
-    named = {"run_id": Column("run_id", "run"), "val_loss": Column("val_loss", "validation loss (nats/token)", 3)}
-    columns = [named.get(column.key, column) for column in factor_columns(keys)]
+    columns = [RUN.get(column.key, column) for column in factor_columns(keys)]
     note = "Every readable run. Those that are not finished enter no statistic and no figure."
     return Table("runs", "Runs", note, columns, rows)
+
+
+def _worth_a_column(table: Frame) -> Iterator[str]:
+    """What goes without saying for most sets of runs."""
+    if batch_losses(table):
+        yield "val_loss_batch_stats"
+    if "val_step" in table and (table["val_step"] != table["steps"])[table["status"] == "finished"].any():
+        yield "val_step"
+    if len(commits(table)) > 1:
+        yield "git_commit"
