@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from normexp import results, stats
-from normexp.report.facts import facts
+from normexp.report.facts import facts, uncounted
 from normexp.report.formats import to_markdown
 from normexp.report.study import study
 from normexp.report.tables import tables
@@ -257,3 +257,11 @@ def test_a_loss_that_is_not_of_the_last_step_says_of_which(tmp_path):
     assert "val_step" not in table_of(tmp_path, "runs").rows[0]
     fake_runs.write_run(tmp_path, node | {"seed": 1}, val_step=2)
     assert [row["val_step"] for row in table_of(tmp_path, "runs").rows] == [3, 2]
+
+
+def test_many_left_out_for_one_reason_are_a_number(tmp_path):
+    nodes = [fake_runs.config("rms", "pre", 6, 0, seed) for seed in range(8)]
+    left_out = uncounted(cells_of(fake_runs.write_sweep(tmp_path, "begun", nodes, missing=7)))
+    assert [what for what, _ in left_out][3:] == ["4 more"]
+    assert {why for _, why in left_out} == {"not started: no run folder yet"}
+    assert len(uncounted(cells_of(fake_runs.write_sweep(tmp_path / "other", "near", nodes[:4], missing=3)))) == 3

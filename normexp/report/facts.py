@@ -11,6 +11,8 @@ from normexp.results import STATUSES, VERDICTS
 
 Facts = list[tuple[str, str]]
 
+LISTED = 3  # of those left out for one reason
+
 
 def facts(study: Study, command: str) -> Facts:
     """(name, text) pairs; those that the runs say nothing about are left out."""
@@ -78,7 +80,19 @@ def uncounted(study: Study) -> list[tuple[str, str]]:
     found += [(left_out, f"same cell and seed as {counted}") for left_out, counted in study.twins]
     table = study.runs.table
     rows = table[table["status"] != "finished"].to_dict("records") if len(table) else []
-    return found + [(str(row["run_id"]), _unfinished(row)) for row in rows]
+    return _shortened(found + [(str(row["run_id"]), _unfinished(row)) for row in rows])
+
+
+def _shortened(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Many for one reason, as in a report on a sweep that has just begun, are a number."""
+    by_reason: dict[str, list[str]] = {}
+    for what, why in found:
+        by_reason.setdefault(why, []).append(what)
+    told: list[tuple[str, str]] = []
+    for why, whats in by_reason.items():
+        told += [(what, why) for what in whats[:LISTED]]
+        told += [(f"{len(whats) - LISTED} more", why)] if len(whats) > LISTED else []
+    return told
 
 
 def _unfinished(row: dict[Hashable, Any]) -> str:
