@@ -75,6 +75,12 @@ def sweep_in(folder: Path) -> dict:
         ),
         (["norm=null"], "error: norm=null: is not a choice; give norm=<name>"),
         (["tracker="], "error: tracker=: is not a choice; give tracker=<name>"),
+        (["data=3.5"], "error: data=3.5: is not a choice; give data=<name>"),
+        (["~optim=int(3)"], "error: ~optim=int(3): is not a choice; give optim=<name>"),
+        (["norm=" + "x" * 300], "error: norm=xxx"),
+        (["sweep=smoke"], "error: sweep=smoke: is not chosen by default; give +sweep=<name>\n"),
+        (["optim.lr:3"], "error: optim.lr:3: is not field=value\n"),
+        (["optim.name=a\nb"], "error: optim.name=a\\nb: is not field=value; quote"),
         (["norm={a:1}"], "error: norm={a:1}: is not a choice; give norm=<name>"),
         (["norm._target_=os.system"], "error: norm._target_=os.system: is set by the choice; give norm=<name>"),
         (

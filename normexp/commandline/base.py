@@ -3,12 +3,13 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +21,7 @@ import normexp
 from normexp.fields import UserError
 
 HYDRA = {"version_base": "1.3"}
+LONGEST = 200  # name of a file
 MODES = ("-m", "--multirun")
 
 
@@ -59,11 +61,24 @@ def parse(arguments: Sequence[str]) -> Command:
 
 
 def _refuse_what_is_no_choice(name: str, sign: str, value: str) -> None:
-    group, _, field = name.lstrip("+").partition(".")
+    if not sign and not name.startswith("~"):
+        raise UserError(f"{name}: is not field=value")
+    group, _, field = name.lstrip("+~").partition(".")
     if field in ("_target_", "_partial_"):  # else a run would bear the name of a choice that it is not
         raise UserError(f"{name}={value}: is set by the choice; give {group}=<name>, of a yaml of your own if need be")
-    if (normexp.CONF / name.lstrip("+")).is_dir() and (value.strip() in ("null", "") or value.strip()[0] in "{["):
-        raise UserError(f"{name}={value}: is not a choice; give {name}=<name>, one of those that --help lists")
+    if not field and sign and (normexp.CONF / group[:LONGEST]).is_dir() and not _may_choose(value.strip()):
+        raise UserError(f"{name}={value}: is not a choice; give {group}=<name>, one of those that --help lists")
+
+
+def _may_choose(value: str) -> bool:
+    """Whether it is a name or, under -m, several. Hydra has no words for a number, and none for a list."""
+    with suppress(yaml.YAMLError):
+        if not isinstance(yaml.safe_load(value), str):
+            return False
+    with suppress(ValueError):
+        float(value)
+        return False
+    return len(value) <= LONGEST and not value.startswith(("int(", "float(", "bool(", "json_str("))
 
 
 def _without_tilde(override: str) -> str:

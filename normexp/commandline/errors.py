@@ -41,6 +41,11 @@ def exit_code(run: Callable[[], int]) -> int:
 
 def explain(error: BaseException) -> str:
     """One line that names the field, the value, and what would be right."""
+    line = _explain(error).replace("\n", "\\n")
+    return re.sub(r"\S{200,}", lambda word: f"{word[0][:200]}...", line)
+
+
+def _explain(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, UserError):
         return " ".join(lines)
@@ -65,6 +70,8 @@ def explain(error: BaseException) -> str:
 def _near(name: str) -> str:
     """What a mistyped field may mean: one of the same last part elsewhere, else its nearest neighbours."""
     fields = _fields()
+    if name in fields and "." not in name:
+        return f"is not chosen by default; give +{name}=<name>"
     if name in fields:
         return f"the chosen {name.partition('.')[0]} has no such field; it belongs to {', '.join(fields[name])}"
     namesakes = [field for field in fields if field.rpartition(".")[2] == name.rpartition(".")[2]]
