@@ -205,7 +205,7 @@ def _summarise(config: Config, source: Source, folder: RunFolder) -> dict[str, A
         unigram_entropy=source.unigram_entropy,
         vocab_size=source.vocab_size,
         bytes_per_token=source.bytes_per_token,
-        entropy_rate=getattr(source, "entropy_rate", None),
+        entropy_rate=source.entropy_rate,
         warmup_steps=config.optim.warmup_steps,
     )
 

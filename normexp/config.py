@@ -4,6 +4,7 @@ Plain mappings in, a frozen `Config` out; every refusal is a UserError of one li
 """
 
 import functools
+import glob
 import importlib
 import inspect
 import os
@@ -76,8 +77,10 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
         "placement": _choice(tree.placement, "placement", provided=BY_BLOCK),
         "data": _choice(tree.data, "data", provided=("cache",)),
     }
-    if arguments["data"].keywords.get("path"):
-        arguments["data"].keywords["path"] = str(absolute(arguments["data"].keywords["path"], folder))
+    for name in ("path", "name"):
+        given = arguments["data"].keywords.get(name)
+        if given and (name == "path" or absolute(given, folder).exists() or glob.has_magic(given)):
+            arguments["data"].keywords[name] = str(absolute(given, folder))
     config = Config(
         **{**vars(tree), **arguments, "device": _device(tree.device), "results": absolute(tree.results, folder)},
         cell={group: choices[group] for group in CELL},

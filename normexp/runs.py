@@ -34,6 +34,13 @@ OUTSIDE = (
     "device",
     "cell",
     "data.path",
+    "data.name",
+    "data.config",
+    "data.revision",
+    "data.split",
+    "data.documents",
+    "data.streaming",
+    "data.column",
     "norm._partial_",
     "placement._partial_",
     "data._partial_",
@@ -44,6 +51,7 @@ OUTSIDE = (
 NEUTRAL: dict[str, Any] = {
     "norm.kernel": "auto",
     "train.compile": False,
+    "data.vocab_size": 4096,
     "train.deterministic": False,
     "train.tf32": False,
     "optim.decay_fraction": 0.2,
@@ -58,9 +66,11 @@ UNUSED: dict[tuple[str, Any], dict[str, Any]] = {
     ("optim.decay", "inverse_sqrt"): {"optim.final_lr_fraction": 0.1, "optim.decay_fraction": 0.2},
     ("optim.decay", "cosine"): {"optim.decay_fraction": 0.2},
     ("optim.decay", "linear"): {"optim.decay_fraction": 0.2},
+    ("data.tokenizer", "characters"): {"data.vocab_size": 4096},
+    ("data.tokenizer", "bytes"): {"data.vocab_size": 4096},
 }
 
-PACKAGES = ("normexp", "torch", "numpy", "triton", "wandb", "hydra-core")
+PACKAGES = ("normexp", "torch", "numpy", "triton", "wandb", "hydra-core", "tokenizers", "datasets")
 
 
 def run_id(resolved: Mapping[str, Any], corpus_sha256: str) -> str:

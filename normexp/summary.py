@@ -26,7 +26,7 @@ def summarise(
     vocab_size: int,
     bytes_per_token: float,
     warmup_steps: int,
-    entropy_rate: float | None = None,
+    entropy_rate: float | None,
 ) -> dict[str, Any]:
     """Losses in nats per token. `val_loss` is by running statistics where the norm has them, `val_loss_batch_stats` by
     those of the batch; `initial_loss`, before the first step, is by the latter if they exist."""
@@ -45,7 +45,7 @@ def summarise(
         "bits_per_byte": float(losses[-1]) / math.log(2) / bytes_per_token if len(losses) else None,
         "initial_loss": history.initial_loss if len(losses) else None,
         "unigram_entropy": unigram_entropy,
-        "entropy_rate": entropy_rate,  # of a source whose best possible loss is known
+        "entropy_rate": entropy_rate,  # of a source for which it is known
         "excess_loss": float(losses[-1]) - entropy_rate if len(losses) and entropy_rate is not None else None,
         "vocab_size": vocab_size,
         "loss_spike_score": spike_score(history.loss),

@@ -1,4 +1,5 @@
-"""Every choice of every group in conf/ composes, is checked, builds, and takes one training step: a new file, a new test."""
+"""Every choice of every group in conf/ composes, is checked, builds, and takes one training step; a new file is
+a new test."""
 
 import math
 from pathlib import Path
@@ -19,13 +20,21 @@ DEFAULT_GROUPS = {
     for group in entry
 }
 SMALL = ["device=cpu", "model.depth=1", "model.width=16", "model.heads=2", "model.context=16", "train.batch_size=2"]
-GIVEN = {"data/text": ["data.path='{corpus}'"]}  # what a choice leaves to the user
+HERE = ["data.name='{corpus}.jsonl'", "data.config=null"]  # for a dataset of the hub
+GIVEN = {  # what a choice leaves to the user
+    "data/text": ["data.path='{corpus}'"],
+    "data/hf": HERE,
+    "data/wikitext": HERE,
+    "data/tinystories": HERE,
+    "data/fineweb_edu": HERE,
+}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
     path.write_text("In the beginning was the text, and it was long enough.\n" * 50)
+    path.with_name("text.txt.jsonl").write_text('{"text": "In the beginning was the text."}\n' * 50)
     return path
 
 

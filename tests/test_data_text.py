@@ -75,7 +75,7 @@ def test_path_may_be_relative_and_hold_any_sign(tmp_path, monkeypatch):
         (
             b"abc\n" * 5,
             {"shape": "padded", "validation": 0.05},
-            r"the validation part has 1 tokens, but .* a line of 2",
+            r"the validation part has 1 tokens, but .* a document of 2",
         ),
         (b"a\n\n\nb", {"shape": "padded", "validation": 0.01}, r"the validation part has 0 tokens"),
         (b"caf\xe9 au lait, s'il vous plait", {}, r"byte 3 is not UTF-8 text \(invalid continuation byte\)"),
@@ -126,7 +126,7 @@ def test_context_is_checked_when_the_cache_is_warm(read):
 
 def test_kjv_context_longer_than_a_part(tmp_path):
     with pytest.raises(UserError, match=r"data=kjv: the validation part has 513230 tokens"):
-        kjv(tokenizer="characters", shape="packed", context=513_230, cache=tmp_path / "cache")
+        kjv(vocab_size=4096, tokenizer="characters", shape="packed", context=513_230, cache=tmp_path / "cache")
 
 
 def test_missing_path(tmp_path):

@@ -75,6 +75,13 @@ def test_what_can_change_a_number_changes_the_hash(path, value):
         ("results", "/elsewhere"),
         ("device", "cpu"),
         ("data.path", "/b/same_text.txt"),
+        ("data.name", "/b/same_text"),
+        ("data.config", "other"),
+        ("data.revision", "a" * 40),
+        ("data.split", "validation"),
+        ("data.documents", 100),
+        ("data.streaming", False),
+        ("data.column", "story"),
         ("cell.norm", "another_name"),
         ("norm._partial_", False),
     ],
@@ -117,6 +124,12 @@ def test_a_field_added_later_leaves_old_names_while_it_is_neutral(monkeypatch):
     assert digest(changed("train.compile", False), CORPUS) == old
     assert digest(changed("train.compile", True), CORPUS) != old
     assert digest(changed("model.moe", {"experts": 1}), CORPUS) != old  # a whole new group is not a neutral value
+
+
+@pytest.mark.parametrize(("field", "neutral", "other"), [("vocab_size", 4096, 8192)])
+def test_fields_of_data_that_were_added_later(field, neutral, other):
+    assert digest(changed(f"data.{field}", neutral), CORPUS) == digest(RESOLVED, CORPUS)
+    assert digest(changed(f"data.{field}", other), CORPUS) != digest(RESOLVED, CORPUS)
 
 
 def test_the_config_is_left_as_it_was():

@@ -7,7 +7,7 @@ import pytest
 
 from normexp.summary import read_rows, summarise
 
-ABOUT = {"unigram_entropy": 3.0, "vocab_size": 65, "bytes_per_token": 2.0, "warmup_steps": 0}
+ABOUT = {"unigram_entropy": 3.0, "vocab_size": 65, "bytes_per_token": 2.0, "warmup_steps": 0, "entropy_rate": None}
 
 
 def rows(validation: dict[int, float | None], steps: int = 8) -> list[dict]:
@@ -56,6 +56,13 @@ def test_batch_statistics_decide_where_there_are_any():
     summary = summarise(some, **ABOUT)
     assert (summary["val_loss"], summary["val_loss_batch_stats"], summary["initial_loss"]) == (6.0, 2.3, 4.2)
     assert summary["verdict"] == "trained"
+
+
+def test_the_excess_over_a_known_entropy_rate():
+    summary = summarise(rows({0: 4.2, 8: 2.0}), **ABOUT | {"entropy_rate": 1.75})
+    assert (summary["entropy_rate"], summary["excess_loss"]) == (1.75, 0.25)
+    assert summarise(rows({0: 4.2, 8: 2.0}), **ABOUT)["excess_loss"] is None
+    assert summarise([], **ABOUT | {"entropy_rate": 1.75})["excess_loss"] is None
 
 
 def test_a_run_without_a_step_has_no_numbers():

@@ -38,7 +38,7 @@ def model(norm: str = "ln", placement: str = "pre", seed: int = 0, **changes) ->
 class Source:
     """Sequences in which token t + 1 is token t plus 1 or 2: there is something to learn. `padded` rows end early."""
 
-    vocab_size, unigram_entropy, bytes_per_token, sha256 = VOCABULARY, 2.3979, 1.0, "0" * 64
+    vocab_size, unigram_entropy, bytes_per_token, sha256, entropy_rate = VOCABULARY, 2.3979, 1.0, "0" * 64, None
 
     def __init__(self, padded: bool = False) -> None:
         self.padded = padded

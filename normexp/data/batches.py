@@ -32,20 +32,30 @@ class Batch(NamedTuple):
 
 
 class Source:
-    """Training and validation batches of one corpus. Its last tokens, `validation` of all (a fraction), are for
-    validation: no training row holds one. UserError, which calls the corpus `name`, where a part is too short.
+    """Training and validation batches of one corpus. Its last tokens, `validation` of all (a fraction) unless the
+    tokeniser has drawn the border, are for validation: no training row holds one. UserError, which calls the corpus
+    `name`, where a part is too short.
 
     sha256: of the corpus's bytes, so the same text has the same hash wherever it lies.
     unigram_entropy: in nats, of the tokens that validation rows can have as targets, under the add-one-smoothed unigram
         distribution of the training part. UserError where a uniform guess would do better (the parts have little in
         common) or where it is so low that nothing is left to learn, unless the part is too short to tell.
     bytes_per_token: of the validation part; bits per byte = nats per token / ln 2 / bytes_per_token.
+    entropy_rate: in nats per token, the least loss that any model can have; None where it is not known.
     """
 
     def __init__(
-        self, tokens: Tokens, *, name: str, sha256: str, shape: Shape, validation: float, context: int
+        self,
+        tokens: Tokens,
+        *,
+        name: str,
+        sha256: str,
+        shape: Shape,
+        validation: float,
+        context: int,
+        entropy_rate: float | None = None,
     ) -> None:
-        border = tokens.ids.size - round(tokens.ids.size * validation)
+        border = tokens.ids.size - round(tokens.ids.size * validation) if tokens.border is None else tokens.border
         parts = {"training": tokens.ids[:border], "validation": tokens.ids[border:]}
         rows = {part: _SHAPES[shape](ids, context, tokens.end) for part, ids in parts.items()}
         for part, ids in parts.items():
@@ -53,6 +63,7 @@ class Source:
                 raise UserError(f"{name}: the {part} part has {ids.size} tokens, but {rows[part].needs}")
         self._train, self._validation = rows.values()
         self.sha256 = sha256
+        self.entropy_rate = entropy_rate
         self.vocab_size = tokens.widths.size
         self.train_tokens, self.validation_tokens = (ids.size for ids in parts.values())
         train, held_out = (_counts(ids, self.vocab_size) for ids in (parts["training"], self._validation.targets()))
@@ -112,7 +123,7 @@ class _Padded:
         starts, lengths = borders[:-1], np.diff(borders)
         self.starts, self.lengths = starts[lengths > 1], lengths[lengths > 1]
         self.ids, self.count = ids, self.starts.size
-        self.needs = "data.shape=padded needs a line of 2 or more; let that part have more text"
+        self.needs = "data.shape=padded needs a document of 2 or more; let that part have more text"
         self.offsets = np.arange(context + 1)
 
     def targets(self) -> Ids:
