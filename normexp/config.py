@@ -5,6 +5,7 @@ Plain mappings in, a frozen `Config` out; every refusal is a UserError of one li
 
 import functools
 import glob
+import hashlib
 import importlib
 import inspect
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from normexp import kernels
 from normexp.data import Source
@@ -132,9 +134,24 @@ def _resolved(tree: Tree, choices: Mapping[str, functools.partial[Any]], config:
     plain: dict[str, Any] = asdict(tree) | {"results": config.results, "cell": config.cell}
     for group, factory in choices.items():
         target = getattr(tree, group)["_target_"]
-        plain[group] = {"_target_": target, "_partial_": True, **factory.keywords}
+        plain[group] = {"_target_": target, "_partial_": True, **factory.keywords, **_own_code(factory.func)}
     resolved: dict[str, Any] = _plain(plain)
     return resolved
+
+
+def _own_code(target: Callable[..., Any]) -> dict[str, str]:
+    """The hash of the user's own module: a run is its config, and here its code is the config. None for this package,
+    whose numbers have a version in `runs`."""
+    if _is_ours(target):
+        return {}
+    try:
+        return {"_code_": hashlib.sha256(Path(str(inspect.getsourcefile(target))).read_bytes()).hexdigest()[:16]}
+    except (OSError, TypeError):  # of a compiled module
+        return {}
+
+
+def _is_ours(target: Callable[..., Any]) -> bool:
+    return str(getattr(target, "__module__", "")).partition(".")[0] == "normexp"
 
 
 def _plain(value: Any) -> Any:
@@ -230,11 +247,28 @@ def _check_norm(config: Config) -> None:
     except Exception as error:  # a norm may be the user's own code
         raise UserError(f"norm={name}: cannot be built for width {width} ({type(error).__name__}: {error})") from error
     norm_path(config)
+    if not _is_ours(config.norm.func):  # type: ignore[attr-defined]
+        _try(norm, name, width, config.device)
     problem = getattr(norm, "problem", None)
     reason = problem(config.train.batch_size, config.model.context) if problem else None
     if reason:
         rows = f"train.batch_size={config.train.batch_size} model.context={config.model.context}"
         raise UserError(f"norm={name}: {reason} ({rows})")
+
+
+def _try(norm: Any, name: str, width: int, device: torch.device) -> None:
+    """A call of the user's own norm, which would otherwise fail in the middle of the run."""
+    x = torch.ones(2, 2, width, device=device)
+    try:
+        y = norm.to(device)(x, torch.ones(2, 2, dtype=torch.bool, device=device))
+        fault = "" if isinstance(norm, nn.Module) and y.shape == x.shape else f"returns {show(getattr(y, 'shape', y))}"
+    except Exception as error:
+        fault = f"fails ({type(error).__name__}: {error})"
+    if fault:
+        raise UserError(
+            f"norm={name}: must be a torch.nn.Module called as norm(x, mask) that returns the shape of x; with x of "
+            f"shape (2, 2, {width}) it {fault}"
+        )
 
 
 def norm_path(config: Config) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REFRESH_SECONDS = 0.5  # a redraw takes 2 to 5 ms, a small step 40
+NARROWEST = 40  # columns that the closing table needs; a narrower terminal wraps it
 PLAIN_LINES = 10  # in a whole run
 COLOURS = {
     "trained": "bold green",
@@ -191,6 +192,8 @@ def _table(summary: Mapping[str, Any]) -> "Table":
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines under the verdict; what is not known is left out."""
     reason = summary.get("reason") or summary.get("error")
+    if summary.get("status") == "interrupted":
+        reason = reason or "the same command goes on from here"
     running = "" if summary.get("val_loss_batch_stats") is None else "  by running statistics"
     early = "" if summary.get("val_step") in (None, summary.get("steps")) else f"  at step {summary['val_step']}"
     lines = [
@@ -269,4 +272,6 @@ def _console() -> "Console":
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without H₁ is no reason to fail
-    return Console()
+    console = Console()
+    console.width = max(console.width, NARROWEST)
+    return console

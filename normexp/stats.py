@@ -113,7 +113,7 @@ def median_over_seeds(values: Sequence[float]) -> Estimate:
     if len(known) < 2:
         return Estimate(known[0] if known else math.nan, None, len(known), "", _join(left_out, _too_few(len(known))))
     covered = f"range of the seeds ({1 - 2 ** (1 - len(known)):.0%} for the median)"
-    return Estimate(statistics.median_high(known), (known[0], known[-1]), len(known), covered, left_out)
+    return Estimate(statistics.median(known), (known[0], known[-1]), len(known), covered, left_out)
 
 
 # --- paired differences ----------------------------------------------------------------------------------------------

@@ -78,9 +78,9 @@ def judge(rows: Sequence[Row], *, unigram_entropy: float, vocab_size: int, warmu
     """The first of these that holds, for the rows of a run in the order of their steps:
 
     diverged: a non-finite final validation loss, a last quarter without one finite step, or a final loss more than
-    0.05 above min(initial loss, ln V);
+    0.05 above min(initial loss, ln V), unless it has only come down from an initial loss above ln V;
     collapsed: a final loss above min(H₁, ln V) − 0.05 on a plateau, after the warmup;
-    undecided: above that, but still moving or in the warmup;
+    undecided: above that, but still moving, in the warmup, or still on its way down to ln V;
     unstable: learned, with a spike score of loss or gradient norm above 0.01;
     trained: the rest.
     """
@@ -91,7 +91,7 @@ def judge(rows: Sequence[Row], *, unigram_entropy: float, vocab_size: int, warmu
     ceiling = min(x for x in (history.initial_loss, math.log(vocab_size)) if not math.isnan(x)) + MARGIN
     return (
         _diverged(history, ceiling)
-        or _collapsed(history, *guess, warmup_steps)
+        or _collapsed(history, *guess, ceiling, warmup_steps)
         or _unstable(history)
         or Verdict(
             "trained", f"{history.loss_against(guess[0])[0]}, {guess[0] - history.val_loss:.3f} below {guess[1]}"
@@ -109,6 +109,8 @@ def _diverged(history: History, ceiling: float) -> Verdict | None:
         return Verdict("diverged", reason, int(history.steps[first]), non_finite_layer(history.rows[first]))
     if history.val_loss > ceiling:
         below = np.flatnonzero(history.loss <= ceiling)
+        if not len(below) and history.val_loss < history.initial_loss:  # which was above ln V
+            return None
         first = int(history.steps[min(below[-1] + 1, len(bad) - 1)]) if len(below) else int(history.steps[0])
         loss, bound = history.loss_against(ceiling)
         reason = f"{loss} ends above min(initial, ln V) + {MARGIN} = {bound}"
@@ -127,11 +129,13 @@ def non_finite_layer(row: Row) -> str | None:
     return None if "train/loss" in bad or not layers else max(layers, key=lambda name: (ends.get(name, 1), name))
 
 
-def _collapsed(history: History, guess: float, name: str, warmup_steps: int) -> Verdict | None:
+def _collapsed(history: History, guess: float, name: str, ceiling: float, warmup_steps: int) -> Verdict | None:
     if history.val_loss <= guess - MARGIN:
         return None
     loss, bound = history.loss_against(guess - MARGIN)
     above = f"{loss} is not below {name} − {MARGIN} = {bound}"
+    if history.val_loss > ceiling:
+        return Verdict("undecided", f"{above}, nor yet below ln V + {MARGIN}, where it has not been")
     if history.steps[-1] <= warmup_steps:
         return Verdict("undecided", f"{above}, and the warmup is not over")
     quarter = len(history.loss) // 4

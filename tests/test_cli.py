@@ -80,6 +80,8 @@ def sweep_in(folder: Path) -> dict:
         (["norm=" + "x" * 300], "error: norm=xxx"),
         (["sweep=smoke"], "error: sweep=smoke: is not chosen by default; give +sweep=<name>\n"),
         (["optim.lr:3"], "error: optim.lr:3: is not field=value\n"),
+        (["+=3"], "error: +=3: is not field=value\n"),
+        (["--resolve"], "error: --resolve: belongs to --cfg; give --cfg job --resolve\n"),
         (["optim.name=a\nb"], "error: optim.name=a\\nb: is not field=value; quote"),
         (["norm={a:1}"], "error: norm={a:1}: is not a choice; give norm=<name>"),
         (["norm._target_=os.system"], "error: norm._target_=os.system: is set by the choice; give norm=<name>"),

@@ -1,5 +1,6 @@
 """From overrides to a checked config: defaults, casts, cross-checks, paths, and the hash at the end of it."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -226,7 +227,8 @@ def test_a_norm_of_the_users_own_is_cast_and_checked_like_ours(my_folder):
     loaded = load("norm=mine", config_dir="my_conf")
     assert loaded.cell["norm"] == "mine"
     assert loaded.norm(4).dim == 4
-    assert loaded.resolved["norm"] == {"_target_": "my_norms.MyNorm", "_partial_": True, "eps": 1.0}
+    code = hashlib.sha256(MINE.encode()).hexdigest()[:16]
+    assert loaded.resolved["norm"] == {"_target_": "my_norms.MyNorm", "_partial_": True, "eps": 1.0, "_code_": code}
     assert type(loaded.norm(4).eps) is float
 
 
@@ -251,6 +253,36 @@ def test_a_norm_that_raises_when_built_is_named(my_folder):
     (my_folder / "broken_norms.py").write_text("def Broken(dim, *, eps):\n    raise RuntimeError(f'no {dim}')\n")
     with pytest.raises(UserError, match=r"^norm=mine: cannot be built for width 64 \(RuntimeError: no 64\)$"):
         load("norm=mine", "norm._target_=broken_norms.Broken", config_dir="my_conf")
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("def Odd(dim, *, eps):\n    return lambda x, mask: x\n", "must be a torch.nn.Module"),
+        ("class Odd(nn.Module):\n def __init__(self, dim, *, eps): super().__init__()\n"
+         " def forward(self, x): return x\n",
+         "it fails (TypeError: Odd.forward() takes 2 positional arguments but 3 were given)"),
+        ("class Odd(nn.Module):\n def __init__(self, dim, *, eps): super().__init__()\n"
+         " def forward(self, x, mask=None): return x[..., :1]\n", "it returns [2,2,1]"),
+    ],
+)  # fmt: skip
+def test_a_norm_that_cannot_be_one_is_refused_before_the_run(my_folder, code, fault, request):
+    module = f"odd_{request.node.callspec.indices['code']}"
+    (my_folder / f"{module}.py").write_text("from torch import nn\n" + code)
+    with pytest.raises(
+        UserError, match=r"^norm=mine: must be a torch\.nn\.Module called as norm\(x, mask\)"
+    ) as refused:
+        load("norm=mine", f"norm._target_={module}.Odd", config_dir="my_conf")
+    assert fault in str(refused.value)
+
+
+def test_the_code_of_the_users_own_norm_is_part_of_a_run(my_folder):
+    (my_folder / "edited.py").write_text(MINE)
+    given = ("norm=mine", "norm._target_=edited.MyNorm")
+    before = load(*given, config_dir="my_conf").resolved
+    (my_folder / "edited.py").write_text(MINE.replace("self.weight", "self.weight * 0"))
+    after = load(*given, config_dir="my_conf").resolved
+    assert runs.digest(before, "corpus") != runs.digest(after, "corpus")
 
 
 def test_conf_is_found_inside_the_package_first_then_beside_it(tmp_path):

@@ -198,6 +198,19 @@ def test_a_loss_from_before_the_end_says_of_which_step_it_is(capsys):
     assert ("validation loss", "2.213") in rows(table(capsys, {"val_step": 340, "steps": 340}))
 
 
+@pytest.mark.parametrize("columns", ["0", "1", "20"])
+def test_a_very_narrow_terminal_keeps_the_verdict(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    text = table(capsys, {})
+    assert "trained" in text
+    assert "files" in text
+
+
+def test_an_interrupted_run_says_how_it_goes_on(capsys):
+    closing_table({"run_id": RUN, "status": "interrupted", "reason": None}, Path("/x"), None)
+    assert rows(capsys.readouterr().out) == [("verdict", "interrupted"), ("", "the same command goes on from here")]
+
+
 def test_a_run_without_a_verdict_shows_its_status(capsys):
     closing_table({"run_id": RUN, "status": "failed", "error": "OSError: [Errno 28] no space"}, Path("/x"), None)
     text = capsys.readouterr().out

@@ -90,6 +90,16 @@ def test_diverged_ends_above_its_start_or_the_uniform_loss():
     assert verdict(history(FLAT, 3.5, initial=3.4)).verdict == "diverged"
 
 
+def test_a_slow_descent_from_above_the_uniform_loss_is_no_divergence():
+    """Some initial weights give a loss above ln V: a small learning rate leaves it there for long."""
+    slow = list(np.linspace(4.65, 4.47, 200))
+    result = verdict(history(slow, 4.545, initial=4.65))
+    assert (result.verdict, result.first_bad_step) == ("undecided", None)
+    assert result.reason.endswith("nor yet below ln V + 0.05, where it has not been")
+    assert verdict(history(slow, 4.66, initial=4.65)).verdict == "diverged"
+    assert verdict(history([4.0, *slow], 4.545, initial=4.65)).verdict == "diverged"  # it had been there
+
+
 def test_diverged_when_the_end_is_not_finite():
     loss = FALLING[:150] + [math.nan] * 50
     rows = history(loss, 2.5)

@@ -51,6 +51,8 @@ def parse(arguments: Sequence[str]) -> Command:
         raise UserError(
             f"--config-dir={given.config_dir}: there is no such folder as {Path(given.config_dir).absolute()}"
         )
+    if given.resolve and not given.cfg:
+        raise UserError("--resolve: belongs to --cfg; give --cfg job --resolve")
     for override in given.overrides:
         _refuse_what_is_no_choice(*override.partition("="))
     overrides = [_without_tilde(override) for override in given.overrides]
@@ -61,8 +63,8 @@ def parse(arguments: Sequence[str]) -> Command:
 
 
 def _refuse_what_is_no_choice(name: str, sign: str, value: str) -> None:
-    if not sign and not name.startswith("~"):
-        raise UserError(f"{name}: is not field=value")
+    if (not sign and not name.startswith("~")) or not name.strip("+~ "):
+        raise UserError(f"{name}{sign}{value}: is not field=value")
     group, _, field = name.lstrip("+~").partition(".")
     if field in ("_target_", "_partial_"):  # else a run would bear the name of a choice that it is not
         raise UserError(f"{name}={value}: is set by the choice; give {group}=<name>, of a yaml of your own if need be")
