@@ -1,11 +1,4 @@
-"""Normalisation layers: one class per norm, called as `norm(x_BTC, mask_BT)` and returning the shape and dtype of x.
-
-B: sequences, T: positions, C: channels. `mask` is True at real tokens, None when every token is real. Statistics are
-float32 whatever the dtype of x; ε stands inside the square root; gain 1 and bias 0 at the start.
-A norm whose statistics cross samples says in `problem` which micro-batches it cannot take, and while its attribute
-`frozen` is true it normalises by the batch in hand and leaves its running statistics alone.
-A norm that is, in evaluation, something without parameters times a scale plus a shift says so in `unfold`.
-"""
+"""BatchNorm, and what a trainer asks of every norm whose statistics cross samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,52 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normexp import kernels
 from normexp.fields import PositiveFloat, PositiveInt, UnitInterval
-from normexp.kernels import Cast, Kernel
-from normexp.kernels.formula import statistics_dtype
+from normexp.norms.common import Unfolded, wide
+from normexp.norms.pointwise import Identity
 
 Statistics = Literal["batch_time", "position", "cumulative"]
-Unfolded = tuple[nn.Module, Tensor | None, Tensor | None]  # norm(x) = module(x) · scale + shift, in evaluation
-
-
-class Identity(nn.Module):
-    """x."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return x
-
-
-class LayerNorm(nn.Module):
-    """(x − μ) / √(σ² + ε) · γ + β, with μ and the biased σ² over C, per token (1607.06450)."""
-
-    def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel) -> None:
-        super().__init__()
-        self.eps, self.cast, self.kernel = eps, cast, kernel
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps, cast=self.cast, kernel=self.kernel)
-
-    def unfold(self, dim: int) -> Unfolded:
-        plain = LayerNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel)
-        return plain, self.weight, self.bias
-
-
-class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · γ, the mean over C, per token; no centring, no bias (1910.07467)."""
-
-    def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel) -> None:
-        super().__init__()
-        self.eps, self.cast, self.kernel = eps, cast, kernel
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps, cast=self.cast, kernel=self.kernel)
-
-    def unfold(self, dim: int) -> Unfolded:
-        return RMSNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel), self.weight, None
 
 
 class BatchNorm(nn.Module):
@@ -116,12 +68,12 @@ class BatchNorm(nn.Module):
         own = self.training or self.frozen
         if (self.stats == "batch_time" and mask is None) or (self.stats != "position" and not own):
             return self._dense(x, own)
-        wide = x.to(statistics_dtype(x.dtype))
+        values = wide(x)
         if own:
-            mean, var = self._statistics(wide, mask)
+            mean, var = self._statistics(values, mask)
         else:
             mean, var = self.running_mean[: x.shape[1]], self.running_var[: x.shape[1]]
-        y = (wide - mean) * torch.rsqrt(var + self.eps)
+        y = (values - mean) * torch.rsqrt(var + self.eps)
         if self.weight is not None and self.bias is not None:
             y = y * self.weight + self.bias
         return y.to(x.dtype)
@@ -138,7 +90,7 @@ class BatchNorm(nn.Module):
 
     def _dense(self, x: Tensor, own: bool) -> Tensor:
         """One statistic per channel for all tokens: torch's own operator, over (B·T, C)."""
-        flat = x.to(statistics_dtype(x.dtype)).reshape(-1, x.shape[-1])
+        flat = wide(x).reshape(-1, x.shape[-1])
         mean, var = (None, None) if self.frozen else (self.running_mean, self.running_var)
         y = F.batch_norm(flat, mean, var, self.weight, self.bias, own, self.momentum, self.eps)
         return y.view(x.shape).to(x.dtype)
