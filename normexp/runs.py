@@ -43,6 +43,7 @@ OUTSIDE = (
 # that value they stay out of the hash, so that old runs keep their names.
 NEUTRAL: dict[str, Any] = {
     "norm.kernel": "auto",
+    "norm.gain_offset": 0.0,
     "train.compile": False,
     "train.deterministic": False,
     "train.tf32": False,

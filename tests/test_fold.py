@@ -42,6 +42,17 @@ def test_folded_logits_are_the_same(norm, changes):
     assert torch.equal(folded.embed.token.weight.float(), model.embed.token.weight)
 
 
+@pytest.mark.parametrize("norm", ["ln", "rms"])
+def test_a_gain_offset_is_folded_with_its_gain(norm):
+    torch.manual_seed(0)
+    norm = partial(tiny.NORMS[norm], gain_offset=1.0)
+    model = Transformer(ModelConfig(**tiny.CONFIG), tiny.VOCABULARY, norm=norm, placement=PreNorm).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter)
+    torch.testing.assert_close(fold_norms(model)(TOKENS), model(TOKENS), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("norm", ["ln", "bn"])
 def test_padded_rows_too(norm):
     model, mask = trained(norm), torch.arange(tiny.CONTEXT) < torch.tensor([[16], [9], [4]])

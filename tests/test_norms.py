@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from normexp.norms import BatchNorm, LayerNorm, RMSNorm, batch_statistics
 
 CONTEXT, DIM = 12, 16
-layer = partial(LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto")
-rms = partial(RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto")
+layer = partial(LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto", gain_offset=0.0)
+rms = partial(RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto", gain_offset=0.0)
 batch = partial(BatchNorm, eps=1e-5, momentum=0.1, affine=True, stats="batch_time", mask_padding=True, context=CONTEXT)
 STATISTICS = ("batch_time", "position", "cumulative")
 ALL = {"ln": layer, "rms": rms, **{f"bn-{stats}": partial(batch, stats=stats) for stats in STATISTICS}}
@@ -56,6 +56,22 @@ def test_affine_false_has_no_parameters(make, biased):
     assert names == ({"weight", "bias"} if biased else {"weight"})
     assert not list(make(DIM, affine=False).parameters())
     torch.testing.assert_close(make(DIM, affine=False)(inputs()), make(DIM)(inputs()))
+
+
+@pytest.mark.parametrize("make", [layer, rms])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_gain_offset_is_a_part_of_the_gain_that_is_not_stored(make, kernel):
+    """Gemma's 1 + w: w starts at 0 and the norm where it always starts; then γ = offset + w, gradients included."""
+    x, plain, offset = inputs(), make(DIM, kernel=kernel), make(DIM, kernel=kernel, gain_offset=1.0)
+    assert torch.equal(offset.weight, torch.zeros(DIM))
+    assert torch.equal(offset(x), plain(x))
+    nn.init.normal_(offset.weight)
+    with torch.no_grad():
+        plain.weight.copy_(1 + offset.weight)
+    torch.testing.assert_close(offset(x), plain(x), atol=0, rtol=1e-6)
+    gradients = [torch.autograd.grad(norm(x).square().sum(), norm.weight) for norm in (plain, offset)]
+    torch.testing.assert_close(*gradients)
+    assert torch.equal(make(DIM, affine=False, gain_offset=1.0)(x), make(DIM, affine=False)(x))
 
 
 @pytest.mark.parametrize("make", [layer, rms])

@@ -18,8 +18,8 @@ CONFIG = {
     "bias": True, "tied": False, "dropout": 0.0, "init": "xavier",
 }  # fmt: skip
 NORMS = {
-    "ln": partial(norms.LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto"),
-    "rms": partial(norms.RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto"),
+    "ln": partial(norms.LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto", gain_offset=0.0),
+    "rms": partial(norms.RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto", gain_offset=0.0),
     "bn": partial(
         norms.BatchNorm, eps=1e-5, momentum=0.1, affine=True, stats="batch_time", mask_padding=True, context=CONTEXT
     ),

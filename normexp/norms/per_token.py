@@ -9,33 +9,52 @@ from normexp.kernels import Cast, Kernel
 from normexp.norms.common import Unfolded
 
 
-class LayerNorm(nn.Module):
-    """(x − μ) / √(σ² + ε) · γ + β, with μ and the biased σ² over C, per token (1607.06450)."""
+def gain_parameter(dim: int, offset: float) -> nn.Parameter:
+    """w (C), from 1 − offset on, so that the gain offset + w starts at 1. Gemma stores γ as 1 + w: near 0 a bfloat16
+    has finer steps than near 1."""
+    return nn.Parameter(torch.full((dim,), 1 - offset))
 
-    def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel) -> None:
+
+def gain(weight: Tensor | None, offset: float) -> Tensor | None:
+    return None if weight is None else weight + offset
+
+
+class LayerNorm(nn.Module):
+    """(x − μ) / √(σ² + ε) · γ + β, with μ and the biased σ² over C, per token (1607.06450). γ = gain_offset + w."""
+
+    def __init__(
+        self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel, gain_offset: float
+    ) -> None:
         super().__init__()
-        self.eps, self.cast, self.kernel = eps, cast, kernel
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
+        self.eps, self.cast, self.kernel, self.gain_offset = eps, cast, kernel, gain_offset
+        self.weight = gain_parameter(dim, gain_offset) if affine else None
         self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps, cast=self.cast, kernel=self.kernel)
+        return kernels.layer_norm(
+            x, self.weight, self.bias, self.eps, gain_offset=self.gain_offset, cast=self.cast, kernel=self.kernel
+        )
 
     def unfold(self, dim: int) -> Unfolded:
-        plain = LayerNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel)
-        return plain, self.weight, self.bias
+        plain = LayerNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel, gain_offset=0.0)
+        return plain, gain(self.weight, self.gain_offset), self.bias
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · γ, the mean over C, per token; no centring, no bias (1910.07467)."""
+    """x / √(mean(x²) + ε) · γ, the mean over C, per token; no centring, no bias (1910.07467). γ = gain_offset + w."""
 
-    def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel) -> None:
+    def __init__(
+        self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel, gain_offset: float
+    ) -> None:
         super().__init__()
-        self.eps, self.cast, self.kernel = eps, cast, kernel
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
+        self.eps, self.cast, self.kernel, self.gain_offset = eps, cast, kernel, gain_offset
+        self.weight = gain_parameter(dim, gain_offset) if affine else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps, cast=self.cast, kernel=self.kernel)
+        return kernels.rms_norm(
+            x, self.weight, self.eps, gain_offset=self.gain_offset, cast=self.cast, kernel=self.kernel
+        )
 
     def unfold(self, dim: int) -> Unfolded:
-        return RMSNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel), self.weight, None
+        plain = RMSNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel, gain_offset=0.0)
+        return plain, gain(self.weight, self.gain_offset), None
