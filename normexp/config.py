@@ -227,6 +227,9 @@ def _check_norm(config: Config) -> None:
     except Exception as error:  # a norm may be the user's own code
         raise UserError(f"norm={name}: cannot be built for width {width} ({type(error).__name__}: {error})") from error
     norm_path(config)
+    for path, (allowed, why) in getattr(norm, "restrictions", {}).items():
+        if (value := attrgetter(path)(config)) not in allowed:
+            raise UserError(f"{path}={show(value)}: norm={name} takes {' or '.join(map(show, allowed))} only: {why}")
     problem = getattr(norm, "problem", None)
     reason = problem(config.train.batch_size, config.model.context) if problem else None
     if reason:
