@@ -114,7 +114,7 @@ def test_spelling_and_the_name_of_a_choice_do_not_change_a_run():
 
 
 REFUSED = [
-    ("norm=rsm", "norm=rsm: there is no such choice (did you mean rms?)"),
+    ("norm=rsm", "norm=rsm: there is no such choice (did you mean rms or prms?)"),
     ("plcement=pre", "plcement=pre: there is no such field (did you mean placement"),
     ("+placment=pre", "placment=pre: there is no such field (did you mean placement?)"),
     ("norm.epss=1e-6", "norm.epss=1e-6: the chosen norm has no such field (did you mean norm.eps"),
