@@ -249,6 +249,9 @@ def _check_norm(config: Config) -> None:
     norm_path(config)
     if not _is_ours(config.norm.func):  # type: ignore[attr-defined]
         _try(norm, name, width, config.device)
+    for path, (allowed, why) in getattr(norm, "restrictions", {}).items():
+        if (value := attrgetter(path)(config)) not in allowed:
+            raise UserError(f"{path}={show(value)}: norm={name} takes {' or '.join(map(show, allowed))} only: {why}")
     problem = getattr(norm, "problem", None)
     reason = problem(config.train.batch_size, config.model.context) if problem else None
     if reason:

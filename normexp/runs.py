@@ -50,6 +50,7 @@ OUTSIDE = (
 # that value they stay out of the hash, so that old runs keep their names.
 NEUTRAL: dict[str, Any] = {
     "norm.kernel": "auto",
+    "norm.gain_offset": 0.0,
     "train.compile": False,
     "data.vocab_size": 4096,
     "train.deterministic": False,

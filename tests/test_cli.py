@@ -62,7 +62,7 @@ def sweep_in(folder: Path) -> dict:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["norm=rsm"], "error: norm=rsm: there is no such choice (did you mean rms?)"),
+        (["norm=rsm"], "error: norm=rsm: there is no such choice (did you mean rms or prms?)"),
         (["plcement=pre"], "error: plcement=pre: there is no such field (did you mean placement or telemetry?)"),
         (["optim.lr=-1"], "error: optim.lr=-1: must be a finite number > 0"),
         (
@@ -99,7 +99,7 @@ def sweep_in(folder: Path) -> dict:
         (["data=text", "data.path=~/no/such.txt"], "error: data.path={home}/no/such.txt: "),
         (["--nonsense"], "error: unrecognized arguments: --nonsense; see --help"),
         (["--config-dir=nowhere"], "error: --config-dir=nowhere: there is no such folder as {here}/nowhere"),
-        (["-m", "norm=rms,rsm"], "error: norm=rsm: there is no such choice (did you mean rms?)"),
+        (["-m", "norm=rms,rsm"], "error: norm=rsm: there is no such choice (did you mean rms or prms?)"),
         (["-m", "plcement=pre,post"], "error: plcement=pre: there is no such field (did you mean placement"),
         (["-m", "norm=rms,ln", "optim.lr=-1,nan"], "error: optim.lr=-1: must be a finite number > 0"),
         (["-m", "norm=rms,ln", "data=text", "data.path=no.txt"], "error: data.path={here}/no.txt: "),
@@ -119,7 +119,7 @@ def test_the_full_traceback_is_there_for_those_who_ask(monkeypatch, capfd):
     assert train.main(["norm=rsm"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" in err
-    assert err.splitlines()[-1] == "error: norm=rsm: there is no such choice (did you mean rms?)"
+    assert err.splitlines()[-1] == "error: norm=rsm: there is no such choice (did you mean rms or prms?)"
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 

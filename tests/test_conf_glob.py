@@ -1,5 +1,4 @@
-"""Every choice of every group in conf/ composes, is checked, builds, and takes one training step; a new file is
-a new test."""
+"""Every choice of every group in conf/ composes, builds, and takes one training step: a new file, a new test."""
 
 import math
 from pathlib import Path

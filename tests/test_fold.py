@@ -22,13 +22,13 @@ def trained(norm="ln", placement="pre", **changes):
         trainer.take_step()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in trainer.model.named_parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim <= 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-        assert "norm" not in name or parameter.std() > 0.1
+        assert "norm" not in name or parameter.ndim == 0 or parameter.std() > 0.1
     return trainer.model.eval()
 
 
-@pytest.mark.parametrize("norm", ["ln", "rms", "bn"])
+@pytest.mark.parametrize("norm", ["ln", "rms", "bn", "prms", "scale", "rbn", "power"])
 @pytest.mark.parametrize("changes", [{}, {"mlp": "swiglu", "bias": False}, {"tied": True}, {"position": "rotary"}])
 def test_folded_logits_are_the_same(norm, changes):
     model = trained(norm, **changes)
@@ -40,6 +40,17 @@ def test_folded_logits_are_the_same(norm, changes):
     assert not [name for name, _ in folded.named_parameters() if "norm" in name]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(folded.embed.token.weight.float(), model.embed.token.weight)
+
+
+@pytest.mark.parametrize("norm", ["ln", "rms"])
+def test_a_gain_offset_is_folded_with_its_gain(norm):
+    torch.manual_seed(0)
+    norm = partial(tiny.NORMS[norm], gain_offset=1.0)
+    model = Transformer(ModelConfig(**tiny.CONFIG), tiny.VOCABULARY, norm=norm, placement=PreNorm).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter)
+    torch.testing.assert_close(fold_norms(model)(TOKENS), model(TOKENS), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("norm", ["ln", "bn"])
@@ -74,6 +85,12 @@ def test_a_norm_that_cannot_be_unfolded_is_refused_by_name():
     model = Transformer(ModelConfig(**tiny.CONFIG), tiny.VOCABULARY, norm=lambda dim: Mine(), placement=PreNorm)
     with pytest.raises(ValueError, match="Mine does not say how to `unfold`"):
         fold_norms(model)
+
+
+@pytest.mark.parametrize("norm", ["dyt", "derf", "seednorm", "switch"])
+def test_norms_that_are_more_than_a_scale_and_a_shift_are_refused_by_name(norm):
+    with pytest.raises(ValueError, match=r"blocks\.0\.norm\.attn_in: \w+ does not say how to `unfold`"):
+        fold_norms(tiny.model(norm))
 
 
 def test_the_sites_that_a_placement_may_fold():

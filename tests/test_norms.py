@@ -1,61 +1,167 @@
-"""Norms against float64 formulas, and the properties that set them apart."""
-
-from functools import partial
+"""What every norm is held to: its definition, invariances, gradients, precision, padding and causality."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.func import functional_call
 
-from normexp.norms import BatchNorm, LayerNorm, RMSNorm, batch_statistics
+from normexp import cell, commandline, config
+from normexp.fields import UserError
+from normexp.norms import batch_norms
+from tests import tiny
+from tests.norm_cases import ACROSS, ALL, CONTEXT, DIM, LEAKS, definition, inputs, maker, perturbed, right_mask
 
-CONTEXT, DIM = 12, 16
-layer = partial(LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto")
-rms = partial(RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto")
-batch = partial(BatchNorm, eps=1e-5, momentum=0.1, affine=True, stats="batch_time", mask_padding=True, context=CONTEXT)
-STATISTICS = ("batch_time", "position", "cumulative")
-ALL = {"ln": layer, "rms": rms, **{f"bn-{stats}": partial(batch, stats=stats) for stats in STATISTICS}}
+layer, rms = maker("ln"), maker("rms")
+TOY = """
+from torch import nn
 
+class Toy(nn.Module):
+    causal = False
+    restrictions = {"train.clip": ((0.0,), "it is a toy")}
 
-def inputs(rows: int = 4, seed: int = 0, scale: float = 3.0, shift: float = 1.5) -> Tensor:
-    return shift + scale * torch.randn(rows, CONTEXT, DIM, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, dim: int, *, power: float) -> None:
+        super().__init__()
+        self.power = power
 
+    def forward(self, x, mask=None):
+        return x * (1 + x.square().mean(-1, keepdim=True)) ** -self.power
 
-def right_mask(lengths: list[int]) -> Tensor:
-    return torch.arange(CONTEXT) < torch.tensor(lengths).unsqueeze(1)
-
-
-def test_layer_norm_is_its_formula():
-    x, norm = inputs(), layer(DIM)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    x64 = x.double()
-    centred = x64 - x64.mean(-1, keepdim=True)
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
-    torch.testing.assert_close(norm(x).double(), expected, atol=2e-6, rtol=1e-5)
-
-
-def test_rms_norm_is_its_formula():
-    x, norm = inputs(), rms(DIM)
-    nn.init.normal_(norm.weight)
-    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
-    torch.testing.assert_close(norm(x).double(), expected, atol=2e-6, rtol=1e-5)
+    def problem(self, rows, context):
+        return "no such batch for a toy" if rows == 3 else None
+"""
 
 
-def test_invariance_of_layer_and_rms_norm():
-    """Both ignore the scale of a token; only LayerNorm ignores its shift."""
-    x = inputs(scale=3.0)
-    for norm in (layer(DIM), rms(DIM)):
-        torch.testing.assert_close(norm(8 * x), norm(x), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(layer(DIM)(x + 5), layer(DIM)(x), atol=1e-5, rtol=1e-5)
-    assert (rms(DIM)(x + 5) - rms(DIM)(x)).abs().max() > 0.1
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_norm_is_its_definition(name, padded):
+    """Wherever its parameters stand, in training, pads included."""
+    x, mask = inputs(), right_mask([12, 7, 9, 12]) if padded else None
+    norm = perturbed(ALL[name](DIM))
+    torch.testing.assert_close(norm(x, mask).double(), definition(name, norm, x.double(), mask), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("make", "biased"), [(layer, True), (rms, False), (batch, True)])
-def test_affine_false_has_no_parameters(make, biased):
+TOKEN, BATCH, SHIFT, CHANNEL = "scale of a token", "scale of a batch", "shift of all", "shift of a channel"
+CHANGES = {
+    TOKEN: lambda x: x * torch.tensor([0.5, 1.0, 4.0, 2.0, 1.0]).repeat(50)[: len(x) * CONTEXT].view(-1, CONTEXT, 1),
+    BATCH: lambda x: 8 * x,
+    SHIFT: lambda x: x + 5,
+    CHANNEL: lambda x: x + torch.linspace(-4, 4, DIM),
+}
+INVARIANT = {
+    "ln": {TOKEN, BATCH, SHIFT},
+    "rms": {TOKEN, BATCH},
+    "prms": {TOKEN, BATCH},
+    "scale": {TOKEN, BATCH},
+    "power": {TOKEN, BATCH},
+    "bn": {BATCH, SHIFT, CHANNEL},
+    "rbn": {BATCH, SHIFT, CHANNEL},
+    "switch": {BATCH, SHIFT},
+    "seednorm": set(),
+    "dyt": set(),
+    "derf": set(),
+    "none": set(),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("change", CHANGES)
+def test_invariances(name, change):
+    """What a norm ignores, and nothing else, in training."""
+    x, norm = inputs(rows=8), perturbed(ALL[name](DIM))
+    before, after = norm(x), perturbed(ALL[name](DIM))(CHANGES[change](x))
+    same = change in INVARIANT[name.partition("-")[0]]
+    assert ((before - after).abs().max() < 2e-4) == same
+    assert same or (before - after).abs().max() > 0.05
+
+
+def test_seednorm_ignores_the_scale_of_a_token_only_at_its_start():
+    x = inputs()
+    torch.testing.assert_close(ALL["seednorm"](DIM)(8 * x), ALL["seednorm"](DIM)(x))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_in_float64(name):
+    """Of the input and of every parameter. PowerNorm's own backward pass is an approximation: here it is frozen."""
+    norm = perturbed(ALL[name](4)).double()
+    if name.startswith("power"):
+        norm.frozen = True
+    parameters = {key: value.detach().requires_grad_() for key, value in norm.named_parameters()}
+    x = inputs()[:2, :3, :4].double().requires_grad_()
+    mask = torch.tensor([[True, True, True], [True, True, False]]) if name != "bn-position" else None
+
+    def function(x, *values):
+        return functional_call(norm, dict(zip(parameters, values, strict=True)), (x, mask))
+
+    assert torch.autograd.gradcheck(function, (x, *parameters.values()))
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_evaluation_gradients_in_float64(name):
+    norm = perturbed(ALL[name](4)).double()
+    norm(inputs()[:2, :3, :4].double())
+    x = inputs(seed=1)[:2, :3, :4].double().requires_grad_()
+    assert torch.autograd.gradcheck(norm.eval(), (x,))
+
+
+@pytest.mark.parametrize(("make", "biased"), [
+    *[(ALL[name], True) for name in ("ln", "bn-batch_time", "rbn", "switch", "power", "derf")],
+    *[(ALL[name], False) for name in ("rms", "prms", "scale", "seednorm", "dyt")],
+])  # fmt: skip
+def test_affine_false_has_no_gain_and_no_bias(make, biased):
     names = {name for name, _ in make(DIM).named_parameters()}
-    assert names == ({"weight", "bias"} if biased else {"weight"})
-    assert not list(make(DIM, affine=False).parameters())
+    bare = {name for name, _ in make(DIM, affine=False).named_parameters()}
+    assert names - bare == ({"weight", "bias"} if biased else {"weight"})
+    assert bare <= {"alpha", "beta", "shift", "mean_logits", "var_logits"}  # what the norm is made of
     torch.testing.assert_close(make(DIM, affine=False)(inputs()), make(DIM)(inputs()))
+
+
+@pytest.mark.parametrize(("name", "other"), [
+    ("seednorm", "rms"), ("rbn", "bn-batch_time"), ("ln-offset", "ln"), ("rms-offset", "rms"),
+])  # fmt: skip
+def test_equality_at_the_declared_start(name, other):
+    x = inputs()
+    torch.testing.assert_close(ALL[name](DIM)(x), ALL[other](DIM)(x), atol=2e-6, rtol=1e-5)
+
+
+def test_other_declared_starts():
+    x, plain = inputs(), rms(DIM)(inputs())
+    torch.testing.assert_close(maker("prms", share=1.0)(DIM)(x), plain)
+    torch.testing.assert_close(ALL["scale"](DIM)(x), plain)
+    torch.testing.assert_close(ALL["power"](DIM)(x), plain, atol=3e-5, rtol=1e-5)  # φ = 1, but for ε
+    torch.testing.assert_close(ALL["dyt"](DIM)(1e-3 * x), 1e-3 * x, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(ALL["derf"](DIM)(x), torch.erf(x))
+    assert ALL["none"](DIM)(x) is x
+
+
+def test_the_first_channels_of_prms_are_rounded_down_but_at_least_one():
+    x = inputs()[..., :10]
+    for share, count in ((0.29, 2), (0.0625, 1), (1.0, 10)):
+        expected = x / x[..., :count].square().mean(-1, keepdim=True).sqrt()
+        torch.testing.assert_close(maker("prms", share=share)(10)(x), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_least_norm_of_scale_norm_is_a_floor():
+    """Below it the norm is linear in x; above it there is no ε."""
+    x = torch.zeros(3, DIM)
+    x[1, 0], x[2, 0] = 4e-6, 4e-5
+    y = ALL["scale"](DIM)(x)[:, 0]
+    torch.testing.assert_close(y, torch.tensor([0.0, 4 * 0.4, 4.0]))
+
+
+@pytest.mark.parametrize("make", [layer, rms])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_gain_offset_is_a_part_of_the_gain_that_is_not_stored(make, kernel):
+    """Gemma's 1 + w: w starts at 0 and the norm where it always starts; then γ = offset + w, gradients included."""
+    x, plain, offset = inputs(), make(DIM, kernel=kernel), make(DIM, kernel=kernel, gain_offset=1.0)
+    assert torch.equal(offset.weight, torch.zeros(DIM))
+    assert torch.equal(offset(x), plain(x))
+    nn.init.normal_(offset.weight)
+    with torch.no_grad():
+        plain.weight.copy_(1 + offset.weight)
+    torch.testing.assert_close(offset(x), plain(x), atol=0, rtol=1e-6)
+    gradients = [torch.autograd.grad(norm(x).square().sum(), norm.weight) for norm in (plain, offset)]
+    torch.testing.assert_close(*gradients)
+    assert torch.equal(make(DIM, affine=False, gain_offset=1.0)(x), make(DIM, affine=False)(x))
 
 
 @pytest.mark.parametrize("make", [layer, rms])
@@ -76,67 +182,31 @@ def test_cast_says_where_bfloat16_begins(make):
     assert not torch.equal(normed["input"](x), normed["float32"](x))
 
 
+@pytest.mark.parametrize("shift", [300, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ALL)
-def test_statistics_are_float32_under_low_precision(name):
-    """Rows of 300 overflow fp16 when squared; the output must be that of float32, rounded."""
-    x = (inputs() + 300).half()
+def test_statistics_are_float32_under_low_precision(name, dtype, shift):
+    """Rows of 300 overflow fp16 when squared. The output is that of float32, rounded once; the state is its own."""
+    x = inputs(shift=shift).to(dtype)
+    norm, exact = ALL[name](DIM), ALL[name](DIM)
+    if name not in ("ln", "rms"):  # their cast=input rounds before the gain as well
+        norm, exact = perturbed(norm), perturbed(exact)
+    assert torch.equal(norm(x), exact(x.float()).to(dtype))
+    for ours, theirs in zip(norm.buffers(), exact.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_zero_row_gives_finite_gradients(name):
+    x = inputs()
+    x[1, 3:5] = 0
+    x[2] = 0
+    x.requires_grad_()
     norm = ALL[name](DIM)
-    reference = ALL[name](DIM)(x.float())
-    torch.testing.assert_close(norm(x).float(), reference, atol=2e-3, rtol=2e-3)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_gradients_against_float64_differences(name):
-    """A directional derivative of each, in float32, against the central difference of the float64 formula."""
-    norm, x = ALL[name](DIM), inputs().requires_grad_()
-    direction, probe = inputs(seed=1, shift=0.0, scale=1.0), inputs(seed=2, shift=0.0, scale=1.0)
-    mask = None if name in ("ln", "rms") else right_mask([12, 7, 9, 5])
-    (gradient,) = torch.autograd.grad((norm(x, mask) * probe).sum(), x)
-    step = 1e-4
-    ends = [reference(name, x.detach().double() + sign * step * direction.double(), mask) for sign in (1, -1)]
-    expected = ((ends[0] - ends[1]) * probe.double()).sum() / (2 * step)
-    torch.testing.assert_close((gradient * direction).sum().double(), expected, rtol=1e-3, atol=1e-3)
-
-
-def reference(name: str, x: Tensor, mask: Tensor | None) -> Tensor:
-    """The definitions, written a second time, with plain loops."""
-    if name == "ln":
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    if name == "rms":
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
-    y = torch.empty_like(x)
-    for t in range(x.shape[1]):
-        part = {"bn-batch_time": slice(None), "bn-position": slice(t, t + 1), "bn-cumulative": slice(0, t + 1)}[name]
-        values = x[:, part][real[:, part]]
-        y[:, t] = (x[:, t] - values.mean(0)) / (values.var(0, correction=0) + 1e-5).sqrt()
-    return y
-
-
-@pytest.mark.parametrize("stats", STATISTICS)
-@pytest.mark.parametrize("padded", [False, True])
-def test_batch_norm_is_its_definition(stats, padded):
-    mask = right_mask([12, 7, 9, 12]) if padded else None
-    x, norm = inputs(), batch(DIM, stats=stats)
-    expected = reference(f"bn-{stats}", x.double(), mask)
-    torch.testing.assert_close(norm(x, mask).double(), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("stats", STATISTICS)
-def test_running_statistics_follow_torchs_rule(stats):
-    """r ← 0.9 r + 0.1 s from (0, 1), unbiased variance, over two batches; evaluation uses them."""
-    norm, mean, var = batch(DIM, stats=stats), 0.0, 1.0
-    for seed in (0, 1):
-        x = inputs(seed=seed)
-        norm(x)
-        tokens, axes = (x, (0,)) if stats == "position" else (x.reshape(-1, DIM), (0,))
-        mean = 0.9 * mean + 0.1 * tokens.mean(axes)
-        var = 0.9 * var + 0.1 * tokens.var(axes, correction=1)
-    torch.testing.assert_close(norm.running_mean, mean, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(norm.running_var, var, atol=1e-5, rtol=1e-5)
-    x = inputs(seed=3)[:, :5]
-    mean, var = (mean[:5], var[:5]) if stats == "position" else (mean, var)
-    torch.testing.assert_close(norm.eval()(x), (x - mean) / (var + 1e-5).sqrt(), atol=1e-5, rtol=1e-5)
+    y = norm(x)
+    assert name in ACROSS or not y[2].any()
+    y.square().sum().backward()
+    assert all(torch.isfinite(leaf.grad).all() for leaf in (x, *norm.parameters()))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -150,72 +220,77 @@ def test_a_mask_without_pads_changes_nothing(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_pads_do_not_reach_real_tokens(name):
-    """The same tokens padded to 6 and to 12 positions, with other values in the pads, give the same real outputs."""
+    """The same tokens padded to 6 and to 12 positions, with other values in the pads: the same real outputs and running
+    statistics, and no gradient from a real output to a pad."""
     x, mask = inputs(), right_mask([6, 4, 5, 3])
-    longer = torch.where(mask.unsqueeze(-1), x, 1e4 * torch.ones_like(x))
-    short = ALL[name](DIM)(x[:, :6], mask[:, :6])
-    torch.testing.assert_close(
-        ALL[name](DIM)(longer, mask)[:, :6][mask[:, :6]], short[mask[:, :6]], atol=1e-5, rtol=1e-5
-    )
-
-
-def test_unmasked_batch_norm_is_polluted_by_pads():
-    x, mask = inputs(), right_mask([6, 4, 5, 3])
-    zeroed = x * mask.unsqueeze(-1)
-    honest, polluted = batch(DIM)(zeroed, mask), batch(DIM, mask_padding=False)(zeroed, mask)
-    assert (honest - polluted)[mask].abs().max() > 0.3
+    longer = torch.where(mask.unsqueeze(-1), x, 1e4 * torch.ones_like(x)).requires_grad_()
+    norms = [ALL[name](DIM) for _ in range(2)]
+    short, long = norms[0](x[:, :6], mask[:, :6]), norms[1](longer, mask)
+    torch.testing.assert_close(long[:, :6][mask[:, :6]], short[mask[:, :6]], atol=1e-5, rtol=1e-5)
+    for one, other in zip(norms[0].buffers(), norms[1].buffers(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    long[mask].square().sum().backward()
+    assert not longer.grad[~mask].any()
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_causality_to_the_bit(name):
-    """Token t + 1 changes: outputs up to t stay bit-identical, except in BatchNorm over batch and time."""
+    """Tokens after t change: outputs up to t stay bit-identical, except where a norm declares that it sees them."""
     x = inputs()
     changed = x.clone()
     changed[:, 7:] += 5
     norm = ALL[name](DIM)
     same = torch.equal(ALL[name](DIM)(x)[:, :7], norm(changed)[:, :7])
     assert same == getattr(norm, "causal", True)
-    assert same == (name != "bn-batch_time")
+    assert same == (name not in LEAKS)
     evaluated = ALL[name](DIM).eval()
     assert torch.equal(evaluated(x)[:, :7], evaluated(changed)[:, :7])
 
 
-@pytest.mark.parametrize("stats", STATISTICS)
-def test_batch_statistics_leave_the_running_ones_alone(stats):
-    norm, x = batch(DIM, stats=stats), inputs()
-    trained = batch(DIM, stats=stats)(x)
+@pytest.mark.parametrize("name", ACROSS)
+def test_batch_statistics_of_a_frozen_norm(name):
+    """They normalise as in training, and leave what a checkpoint holds alone."""
+    norm, x = ALL[name](DIM), inputs()
+    assert batch_norms(nn.Sequential(norm)) == [norm]
+    trained = ALL["power-warmup" if name == "power" else name](DIM)(x)
     before = [buffer.clone() for buffer in norm.buffers()]
     norm.eval()
-    with batch_statistics(nn.Sequential(norm)):
-        torch.testing.assert_close(norm(x), trained)
+    norm.frozen = True
+    torch.testing.assert_close(norm(x), trained)
+    norm.frozen = False
+    assert not torch.allclose(norm(x), trained, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(before, norm.buffers(), strict=True))
-    assert not torch.allclose(norm(x), trained)
 
 
-@pytest.mark.parametrize(("stats", "rows", "context", "fine"), [
-    ("batch_time", 1, 1, False), ("batch_time", 1, 2, True), ("batch_time", 2, 1, True),
-    ("position", 1, 64, False), ("position", 2, 64, True), ("cumulative", 1, 64, False), ("cumulative", 2, 1, True),
-])  # fmt: skip
-def test_batch_norm_names_the_batches_it_cannot_take(stats, rows, context, fine):
-    problem = batch(DIM, stats=stats).problem(rows, context)
-    assert (problem is None) == fine
-    assert fine or f"norm.stats={stats}" in problem
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ACROSS])
+def test_a_norm_of_single_tokens_knows_no_batch(name):
+    """No state, and a token's output does not depend on its neighbours or on the mode."""
+    norm, x = perturbed(ALL[name](DIM)), inputs()
+    assert not list(norm.buffers())
+    assert not batch_norms(nn.Sequential(norm))
+    torch.testing.assert_close(norm(x)[1:2, 3:4], norm(x[1:2, 3:4]))
+    assert torch.equal(norm(x), norm.eval()(x))
 
 
-@pytest.mark.parametrize("stats", STATISTICS)
-def test_variance_survives_a_large_mean(stats):
-    """Mean 1e4, spread 1e-1: E[x²] − E[x]² would have no digit left in float32."""
-    x = 1e4 + 0.125 * torch.randn(8, CONTEXT, DIM, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    mask = torch.ones(8, CONTEXT, dtype=torch.bool)
-    expected = reference(f"bn-{stats}", x.double(), None)
-    # one ulp of 1e4 in float32 is 1e-3, and x − μ is divided by σ = 0.125
-    torch.testing.assert_close(batch(DIM, stats=stats)(x, mask).double(), expected, atol=0.03, rtol=0)
+def test_a_toy_norm_is_a_class_and_a_yaml(tmp_path, monkeypatch):
+    """Nothing else is touched, and it has all that the package's own have."""
+    (tmp_path / "toy_norms.py").write_text(TOY)
+    (tmp_path / "conf" / "norm").mkdir(parents=True)
+    (tmp_path / "conf" / "norm" / "toy.yaml").write_text("_target_: toy_norms.Toy\n_partial_: true\npower: 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
+    def load(*overrides):
+        composed = commandline.compose(["norm=toy", *tiny.SHORT, *overrides], "conf")
+        return config.load(composed.values, composed.choices, composed.folder)
 
-def test_an_all_pad_position_keeps_its_running_statistics():
-    norm, x = batch(DIM, stats="position"), inputs()
-    norm(x, right_mask([6, 4, 5, 3]))
-    assert torch.equal(norm.running_mean[6:], torch.zeros(CONTEXT - 6, DIM))
-    assert torch.equal(norm.running_var[5:], torch.ones(CONTEXT - 5, DIM))  # one token gives no variance
-    assert norm.running_mean[0].abs().min() > 0
-    assert torch.isfinite(norm(x, right_mask([6, 4, 5, 3]))).all()
+    loaded = load()
+    source = tiny.Source()
+    trainer = cell.build_trainer(loaded, source, cell.build(loaded, source))
+    for _ in range(3):
+        _, readings = trainer.take_step()
+    assert torch.isfinite(readings[0].values).all()
+    with pytest.raises(UserError, match=r"^train.clip=1.0: norm=toy takes 0.0 only: it is a toy$"):
+        load("train.clip=1")
+    with pytest.raises(UserError, match=r"^norm=toy: no such batch for a toy"):
+        load("train.batch_size=3")

@@ -18,11 +18,25 @@ CONFIG = {
     "bias": True, "tied": False, "dropout": 0.0, "init": "xavier",
 }  # fmt: skip
 NORMS = {
-    "ln": partial(norms.LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto"),
-    "rms": partial(norms.RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto"),
+    "ln": partial(norms.LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto", gain_offset=0.0),
+    "rms": partial(norms.RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto", gain_offset=0.0),
     "bn": partial(
         norms.BatchNorm, eps=1e-5, momentum=0.1, affine=True, stats="batch_time", mask_padding=True, context=CONTEXT
     ),
+}
+ACROSS = {"eps": 1e-5, "affine": True, "mask_padding": True}
+ZOO = {
+    "prms": partial(norms.PartialRMSNorm, share=0.25, eps=1e-6, affine=True),
+    "scale": partial(norms.ScaleNorm, eps=1e-5, affine=True),
+    "seednorm": partial(norms.SeeDNorm, eps=1e-6, affine=True),
+    "dyt": partial(norms.DynamicTanh, alpha=1.0, affine=True, bias=False),
+    "derf": partial(norms.DynamicErf, alpha=1.0, affine=True, bias=True),
+    "none": norms.Identity,
+    "rbn": partial(
+        norms.RegularizedBatchNorm, momentum=0.05, mean_penalty=0.1, spread_penalty=0.01, spread="std", **ACROSS
+    ),
+    "switch": partial(norms.SwitchableNorm, momentum=0.1, **ACROSS),
+    "power": partial(norms.PowerNorm, alpha_forward=0.9, alpha_backward=0.9, warmup_steps=2, **ACROSS),
 }
 PLACEMENTS = {"pre": placements.PreNorm, "post": placements.PostNorm}
 CELLS = [(norm, placement) for norm in NORMS for placement in PLACEMENTS]
@@ -30,7 +44,7 @@ CELLS = [(norm, placement) for norm in NORMS for placement in PLACEMENTS]
 
 def model(norm: str = "ln", placement: str = "pre", seed: int = 0, **changes) -> Transformer:
     config = ModelConfig(**{**CONFIG, **changes})
-    built = Transformer(config, VOCABULARY, norm=NORMS[norm], placement=PLACEMENTS[placement])
+    built = Transformer(config, VOCABULARY, norm=(NORMS | ZOO)[norm], placement=PLACEMENTS[placement])
     initialise(built, seed)
     return built
 

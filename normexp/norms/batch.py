@@ -1,11 +1,4 @@
-"""Normalisation layers: one class per norm, called as `norm(x_BTC, mask_BT)` and returning the shape and dtype of x.
-
-B: sequences, T: positions, C: channels. `mask` is True at real tokens, None when every token is real. Statistics are
-float32 whatever the dtype of x; ε stands inside the square root; gain 1 and bias 0 at the start.
-A norm whose statistics cross samples says in `problem` which micro-batches it cannot take, and while its attribute
-`frozen` is true it normalises by the batch in hand and leaves its running statistics alone.
-A norm that is, in evaluation, something without parameters times a scale plus a shift says so in `unfold`.
-"""
+"""BatchNorm, and what a trainer asks of every norm whose statistics cross samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,55 +8,49 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normexp import kernels
 from normexp.fields import PositiveFloat, PositiveInt, UnitInterval
-from normexp.kernels import Cast, Kernel
-from normexp.kernels.formula import statistics_dtype
+from normexp.norms.common import Unfolded, ones, scaled, wide, zeros
+from normexp.norms.pointwise import Identity
 
 Statistics = Literal["batch_time", "position", "cumulative"]
-Unfolded = tuple[nn.Module, Tensor | None, Tensor | None]  # norm(x) = module(x) · scale + shift, in evaluation
 
 
-class Identity(nn.Module):
-    """x."""
+class RunningStatistics(nn.Module):
+    """A norm with the mean and variance of samples, and running ones by torch's rule: r ← (1 − m) r + m s, s with the
+    unbiased variance; evaluation uses them. Statistics that no token or a single one supports leave them as they were.
+    """
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return x
+    running_mean: Tensor
+    running_var: Tensor
 
-
-class LayerNorm(nn.Module):
-    """(x − μ) / √(σ² + ε) · γ + β, with μ and the biased σ² over C, per token (1607.06450)."""
-
-    def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel) -> None:
+    def __init__(self, *shape: int, momentum: float) -> None:
         super().__init__()
-        self.eps, self.cast, self.kernel = eps, cast, kernel
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
+        self.momentum = momentum
+        self.frozen = False  # normalise by the batch in hand and leave the running statistics alone
+        self.register_buffer("running_mean", torch.zeros(shape))
+        self.register_buffer("running_var", torch.ones(shape))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps, cast=self.cast, kernel=self.kernel)
+    @property
+    def causal(self) -> bool:
+        """Whether the training output at t depends on tokens up to t only."""
+        return False
 
-    def unfold(self, dim: int) -> Unfolded:
-        plain = LayerNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel)
-        return plain, self.weight, self.bias
+    def problem(self, rows: int, context: int) -> str | None:
+        """Why statistics over `rows` sequences of `context` tokens cannot be taken, or None."""
+        if rows * context > 1:
+            return None
+        return f"{type(self).__name__} would take its variance from one value; use a larger batch"
 
-
-class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · γ, the mean over C, per token; no centring, no bias (1910.07467)."""
-
-    def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel) -> None:
-        super().__init__()
-        self.eps, self.cast, self.kernel = eps, cast, kernel
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps, cast=self.cast, kernel=self.kernel)
-
-    def unfold(self, dim: int) -> Unfolded:
-        return RMSNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel), self.weight, None
+    @torch.no_grad()
+    def _update(self, count: Tensor, mean: Tensor, square: Tensor) -> None:
+        """`square`: the sum of squared deviations from the mean of `count` tokens. (C), or (T, C) for each position."""
+        places = slice(0, len(mean)) if mean.ndim > 1 else slice(None)  # the first T positions
+        rate = self.momentum * (count > 1)
+        self.running_mean[places] += rate * (mean - self.running_mean[places])
+        self.running_var[places] += rate * (square / (count - 1).clamp(min=1) - self.running_var[places])
 
 
-class BatchNorm(nn.Module):
+class BatchNorm(RunningStatistics):
     """(x − μ) / √(σ² + ε) · γ + β per channel, with μ and σ² over samples (1502.03167).
 
     `stats` names what a statistic is taken over, in training:
@@ -72,12 +59,8 @@ class BatchNorm(nn.Module):
     `cumulative`: the tokens of all samples at positions ≤ t; running statistics (C), of the last position. Causal.
 
     Only real tokens count when `mask_padding`; pads are still normalised, by the statistics of the real ones. The
-    biased variance normalises, r ← (1 − m) r + m s with the unbiased variance updates the running statistics, and
-    evaluation uses those (torch's rule). Statistics that no token or a single one supports leave them as they were.
+    biased variance normalises.
     """
-
-    running_mean: Tensor
-    running_var: Tensor
 
     def __init__(
         self,
@@ -90,22 +73,15 @@ class BatchNorm(nn.Module):
         mask_padding: bool,
         context: PositiveInt,
     ) -> None:
-        super().__init__()
-        self.eps, self.momentum, self.stats, self.mask_padding = eps, momentum, stats, mask_padding
-        self.frozen = False  # normalise by the batch in hand and leave the running statistics alone
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
-        shape = (context, dim) if stats == "position" else (dim,)
-        self.register_buffer("running_mean", torch.zeros(shape))
-        self.register_buffer("running_var", torch.ones(shape))
+        super().__init__(*((context, dim) if stats == "position" else (dim,)), momentum=momentum)
+        self.eps, self.stats, self.mask_padding = eps, stats, mask_padding
+        self.weight, self.bias = ones(dim, affine), zeros(dim, affine)
 
     @property
     def causal(self) -> bool:
-        """Whether the training output at t depends on tokens up to t only."""
         return self.stats != "batch_time"
 
     def problem(self, rows: int, context: int) -> str | None:
-        """Why statistics over `rows` sequences of `context` tokens cannot be taken, or None."""
         values = rows * context if self.stats == "batch_time" else rows
         if values > 1:
             return None
@@ -116,15 +92,12 @@ class BatchNorm(nn.Module):
         own = self.training or self.frozen
         if (self.stats == "batch_time" and mask is None) or (self.stats != "position" and not own):
             return self._dense(x, own)
-        wide = x.to(statistics_dtype(x.dtype))
+        values = wide(x)
         if own:
-            mean, var = self._statistics(wide, mask)
+            mean, var = self._statistics(values, mask)
         else:
             mean, var = self.running_mean[: x.shape[1]], self.running_var[: x.shape[1]]
-        y = (wide - mean) * torch.rsqrt(var + self.eps)
-        if self.weight is not None and self.bias is not None:
-            y = y * self.weight + self.bias
-        return y.to(x.dtype)
+        return scaled((values - mean) * torch.rsqrt(var + self.eps), self.weight, self.bias, x.dtype)
 
     def unfold(self, dim: int) -> Unfolded:
         """The whole norm: with running statistics it is linear in x."""
@@ -138,7 +111,7 @@ class BatchNorm(nn.Module):
 
     def _dense(self, x: Tensor, own: bool) -> Tensor:
         """One statistic per channel for all tokens: torch's own operator, over (B·T, C)."""
-        flat = x.to(statistics_dtype(x.dtype)).reshape(-1, x.shape[-1])
+        flat = wide(x).reshape(-1, x.shape[-1])
         mean, var = (None, None) if self.frozen else (self.running_mean, self.running_var)
         y = F.batch_norm(flat, mean, var, self.weight, self.bias, own, self.momentum, self.eps)
         return y.view(x.shape).to(x.dtype)
@@ -151,17 +124,17 @@ class BatchNorm(nn.Module):
         if self.stats == "batch_time":
             count_T1, mean_TC, square_TC = count_T1[-1], mean_TC[-1], square_TC[-1]
         if not self.frozen:
-            self._update(count_T1, mean_TC, square_TC)
+            last = -1 if self.stats == "cumulative" else slice(None)
+            self._update(count_T1[last], mean_TC[last], square_TC[last])
         return mean_TC, square_TC / count_T1.clamp(min=1)
 
-    @torch.no_grad()
-    def _update(self, count: Tensor, mean: Tensor, square: Tensor) -> None:
-        if self.stats == "cumulative":
-            count, mean, square = count[-1], mean[-1], square[-1]
-        length = slice(0, mean.shape[0]) if self.stats == "position" else slice(None)
-        rate = self.momentum * (count > 1)
-        self.running_mean[length] += rate * (mean - self.running_mean[length])
-        self.running_var[length] += rate * (square / (count - 1).clamp(min=1) - self.running_var[length])
+
+def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Number of real tokens (1), their mean (C) and sum of squared deviations (C), in two passes."""
+    real = torch.ones_like(x[..., :1]) if mask is None else mask.unsqueeze(-1).to(x.dtype)
+    count = real.sum((0, 1))
+    mean = (x * real).sum((0, 1)) / count.clamp(min=1)
+    return count, mean, ((x - mean).square() * real).sum((0, 1))
 
 
 def moments_per_position(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
