@@ -27,6 +27,9 @@ Unfolded = tuple[nn.Module, Tensor | None, Tensor | None]  # norm(x) = module(x)
 class Identity(nn.Module):
     """x."""
 
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return x
 
@@ -134,7 +137,7 @@ class BatchNorm(nn.Module):
         if self.weight is not None:
             scale = scale * self.weight
         shift = -self.running_mean * scale
-        return Identity(), scale, shift if self.bias is None else shift + self.bias
+        return Identity(dim), scale, shift if self.bias is None else shift + self.bias
 
     def _dense(self, x: Tensor, own: bool) -> Tensor:
         """One statistic per channel for all tokens: torch's own operator, over (B·T, C)."""
