@@ -19,6 +19,7 @@ from normexp import kernels
 from normexp.data import Source
 from normexp.fields import NonNegativeInt, UserError, cast_arguments, cast_dataclass, show, suggest
 from normexp.model import ModelConfig
+from normexp.norms import Identity
 from normexp.optim import OptimConfig
 from normexp.placements import Block, NormFactory
 from normexp.telemetry import METRICS, TelemetryConfig
@@ -26,7 +27,7 @@ from normexp.trackers import TrackerConfig
 from normexp.trainer import TrainConfig
 
 CELL = ("norm", "placement", "model", "data", "optim")  # the groups whose choices name a cell
-BY_BLOCK = ("norm", "attention", "mlp", "width", "layer", "depth")  # what the model gives to each block
+BY_BLOCK = ("norm", "attention", "mlp", "width", "hidden", "heads", "layer", "depth")  # from the model
 LARGEST_SEED = 2**63 - 1  # of torch's and numpy's generators
 
 
@@ -89,6 +90,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
     _check_memory(config)
     _check_context(config)
     _check_norm(config)
+    _check_placement(config)
     return config
 
 
@@ -232,6 +234,27 @@ def _check_norm(config: Config) -> None:
     if reason:
         rows = f"train.batch_size={config.train.batch_size} model.context={config.model.context}"
         raise UserError(f"norm={name}: {reason} ({rows})")
+
+
+def _check_placement(config: Config) -> None:
+    """What the chosen placement and norm leave without a meaning."""
+    norm, placement, model = config.cell["norm"], config.cell["placement"], config.model
+    target = getattr(config.placement, "func", None)
+    normless = isinstance(config.norm(model.width), Identity)
+    if getattr(target, "norm_free", False) and not normless:
+        raise UserError(f"norm={norm}: placement={placement} has no place for a norm; give norm=none")
+    if normless and (model.qk_norm != "none" or model.embed_norm):
+        given = f"model.qk_norm={model.qk_norm}" if model.qk_norm != "none" else "model.embed_norm=true"
+        raise UserError(f"{given}: is of the cell's own norm, and norm={norm} is none; give none and false")
+    if model.qk_norm != "none" and getattr(target, "normalises_qk", False):
+        raise UserError(
+            f"model.qk_norm={model.qk_norm}: placement={placement} normalises q and k itself; give model.qk_norm=none"
+        )
+    if model.init == "placement" and getattr(target, "initial", None) is Block.initial:
+        raise UserError(
+            f"model.init=placement: placement={placement} asks for no initial weights of its own; give another "
+            "model.init, such as xavier"
+        )
 
 
 def norm_path(config: Config) -> str:
