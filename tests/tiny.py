@@ -29,9 +29,11 @@ PLACEMENTS = {"pre": placements.PreNorm, "post": placements.PostNorm}
 CELLS = [(norm, placement) for norm in NORMS for placement in PLACEMENTS]
 
 
-def model(norm: str = "ln", placement: str = "pre", seed: int = 0, **changes) -> Transformer:
+def model(norm="ln", placement="pre", seed: int = 0, **changes) -> Transformer:
+    """`norm` and `placement`: a name from above, or a factory."""
     config = ModelConfig(**{**CONFIG, **changes})
-    built = Transformer(config, VOCABULARY, norm=NORMS[norm], placement=PLACEMENTS[placement])
+    factories = {"norm": NORMS.get(norm, norm), "placement": PLACEMENTS.get(placement, placement)}
+    built = Transformer(config, VOCABULARY, **factories)
     initialise(built, seed)
     return built
 
@@ -77,7 +79,7 @@ TRAIN = TrainConfig(
 TELEMETRY = TelemetryConfig(every=5, dense_steps=3, flush_every=4, metrics=tuple(METRICS))
 
 
-def trainer(norm: str = "ln", placement: str = "pre", *, source=None, seed=0, optim=OPTIM, train=TRAIN, **changes):
+def trainer(norm="ln", placement="pre", *, source=None, seed=0, optim=OPTIM, train=TRAIN, **changes):
     return Trainer(
         model(norm, placement, seed, **changes),
         source or Source(),
