@@ -38,8 +38,8 @@ class HybridNorm(Block):
     n(h) + FFN(n(h)) with one n; final norm (2503.04598).
 
     `star`: the first block is pre-norm in both sublayers, x + F(n(x)), and keeps its norms of q, k and v.
-    Init: N(0, 1/√(2.5 d)), truncated, residual projections ÷ √(2N). Checked: paper; it does not say where the draws are
-    truncated, and ± 3σ is ours.
+    Init: N(0, σ²) with σ = 1/√(2.5 d), residual projections ÷ √(2N), truncated at ± 3σ. Checked: paper; the init
+    also in the authors' config.
     """
 
     final_norm = True
