@@ -14,8 +14,9 @@ from normexp.arithmetic import flops_per_token, keep_compiled, product_rate
 from normexp.config import Config, norm_path
 from normexp.data import Source
 from normexp.fields import UserError
-from normexp.init import initialise
+from normexp.init import initialise, scheme
 from normexp.model import Transformer
+from normexp.norms import batch_statistics
 from normexp.progress import Progress
 from normexp.runs import RunFolder, git_commit, machine, run_id, versions
 from normexp.summary import read_rows, summarise
@@ -71,7 +72,8 @@ def build(config: Config, source: Source) -> Transformer:
     initialise(model, config.seed)
     if any(hasattr(block, "calibrate") for block in model.blocks):
         batch = source.batch(config.seed, 1, config.train.batch_size)
-        model.calibrate(batch.tokens, batch.mask)
+        with batch_statistics(model):  # running ones begin with the first step
+            model.calibrate(batch.tokens, batch.mask)
     return model
 
 
@@ -84,6 +86,8 @@ def _train(
         folder.write_summary(facts)
         model = build(config, source)
         facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        if config.model.init == "placement":
+            facts["init"] = f"placement ({scheme(model)})"
         keep_compiled(config.results / "cache" / "inductor")
         trainer = build_trainer(config, source, model)
         state = checkpoint.load(folder.checkpoint)

@@ -5,23 +5,21 @@ Plain mappings in, a frozen `Config` out; every refusal is a UserError of one li
 
 import functools
 import glob
-import hashlib
-import importlib
-import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from normexp import kernels
+from normexp.choices import factory, is_ours, own_code, refuse_no_norm
 from normexp.data import Source
-from normexp.fields import NonNegativeInt, UserError, cast_arguments, cast_dataclass, show, suggest
+from normexp.fields import NonNegativeInt, UserError, cast_dataclass, show, suggest
 from normexp.model import ModelConfig
+from normexp.norms import Identity
 from normexp.optim import OptimConfig
 from normexp.placements import Block, NormFactory
 from normexp.telemetry import METRICS, TelemetryConfig
@@ -29,7 +27,7 @@ from normexp.trackers import TrackerConfig
 from normexp.trainer import TrainConfig
 
 CELL = ("norm", "placement", "model", "data", "optim")  # the groups whose choices name a cell
-BY_BLOCK = ("norm", "attention", "mlp", "width", "layer", "depth")  # what the model gives to each block
+BY_BLOCK = ("norm", "attention", "mlp", "width", "hidden", "heads", "layer", "depth")  # from the model
 LARGEST_SEED = 2**63 - 1  # of torch's and numpy's generators
 
 
@@ -75,9 +73,9 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
         if not isinstance(choices.get(group), str):  # a list such as norm=[ln,bn]
             raise UserError(f"{group}: is not one choice; give {group}=<name>")
     arguments = {
-        "norm": _choice(tree.norm, "norm", first_positional=True),
-        "placement": _choice(tree.placement, "placement", provided=BY_BLOCK),
-        "data": _choice(tree.data, "data", provided=("cache",)),
+        "norm": factory(tree.norm, "norm", first_positional=True),
+        "placement": factory(tree.placement, "placement", provided=BY_BLOCK),
+        "data": factory(tree.data, "data", provided=("cache",)),
     }
     for name in ("path", "name"):
         given = arguments["data"].keywords.get(name)
@@ -94,6 +92,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
     _check_memory(config)
     _check_context(config)
     _check_norm(config)
+    _check_placement(config)
     return config
 
 
@@ -102,56 +101,14 @@ def absolute(path: str | Path, folder: Path) -> Path:
     return Path(os.path.normpath(folder / Path(path).expanduser()))
 
 
-def locate(dotted: str, path: str) -> Callable[..., Any]:
-    """The class or function at `package.module.name`."""
-    module, _, name = dotted.rpartition(".")
-    try:
-        target = getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing runs the user's own code
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{path}._target_={dotted}: cannot be imported ({reason}); give the dotted name of a class in a module "
-            "that is installed or lies in the current directory"
-        ) from error
-    if not callable(target):
-        raise UserError(f"{path}._target_={dotted}: is not a class or function")
-    return target
-
-
-def _choice(
-    node: Any, path: str, provided: Collection[str] = (), first_positional: bool = False
-) -> functools.partial[Any]:
-    if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
-        raise UserError(f"{path}._target_: is missing; give the dotted name of a class")
-    target = locate(node["_target_"], path)
-    if first_positional:
-        provided = list(inspect.signature(target).parameters)[:1]
-    return functools.partial(target, **cast_arguments(node, target, path, provided))
-
-
 def _resolved(tree: Tree, choices: Mapping[str, functools.partial[Any]], config: Config) -> dict[str, Any]:
     """Plain values only; paths absolute. `device` stays as given, since `auto` is no fact about the run."""
     plain: dict[str, Any] = asdict(tree) | {"results": config.results, "cell": config.cell}
     for group, factory in choices.items():
         target = getattr(tree, group)["_target_"]
-        plain[group] = {"_target_": target, "_partial_": True, **factory.keywords, **_own_code(factory.func)}
+        plain[group] = {"_target_": target, "_partial_": True, **factory.keywords, **own_code(factory.func)}
     resolved: dict[str, Any] = _plain(plain)
     return resolved
-
-
-def _own_code(target: Callable[..., Any]) -> dict[str, str]:
-    """The hash of the user's own module: a run is its config, and here its code is the config. None for this package,
-    whose numbers have a version in `runs`."""
-    if _is_ours(target):
-        return {}
-    try:
-        return {"_code_": hashlib.sha256(Path(str(inspect.getsourcefile(target))).read_bytes()).hexdigest()[:16]}
-    except (OSError, TypeError):  # of a compiled module
-        return {}
-
-
-def _is_ours(target: Callable[..., Any]) -> bool:
-    return str(getattr(target, "__module__", "")).partition(".")[0] == "normexp"
 
 
 def _plain(value: Any) -> Any:
@@ -247,8 +204,8 @@ def _check_norm(config: Config) -> None:
     except Exception as error:  # a norm may be the user's own code
         raise UserError(f"norm={name}: cannot be built for width {width} ({type(error).__name__}: {error})") from error
     norm_path(config)
-    if not _is_ours(config.norm.func):  # type: ignore[attr-defined]
-        _try(norm, name, width, config.device)
+    if not is_ours(config.norm.func):  # type: ignore[attr-defined]
+        refuse_no_norm(norm, name, width, config.device)
     for path, (allowed, why) in getattr(norm, "restrictions", {}).items():
         if (value := attrgetter(path)(config)) not in allowed:
             raise UserError(f"{path}={show(value)}: norm={name} takes {' or '.join(map(show, allowed))} only: {why}")
@@ -259,18 +216,24 @@ def _check_norm(config: Config) -> None:
         raise UserError(f"norm={name}: {reason} ({rows})")
 
 
-def _try(norm: Any, name: str, width: int, device: torch.device) -> None:
-    """A call of the user's own norm, which would otherwise fail in the middle of the run."""
-    x = torch.ones(2, 2, width, device=device)
-    try:
-        y = norm.to(device)(x, torch.ones(2, 2, dtype=torch.bool, device=device))
-        fault = "" if isinstance(norm, nn.Module) and y.shape == x.shape else f"returns {show(getattr(y, 'shape', y))}"
-    except Exception as error:
-        fault = f"fails ({type(error).__name__}: {error})"
-    if fault:
+def _check_placement(config: Config) -> None:
+    """What the chosen placement and norm leave without a meaning."""
+    norm, placement, model = config.cell["norm"], config.cell["placement"], config.model
+    target = getattr(config.placement, "func", None)
+    normless = isinstance(config.norm(model.width), Identity)
+    if getattr(target, "norm_free", False) and not normless:
+        raise UserError(f"norm={norm}: placement={placement} has no place for a norm; give norm=none")
+    if normless and (model.qk_norm != "none" or model.embed_norm):
+        given = f"model.qk_norm={model.qk_norm}" if model.qk_norm != "none" else "model.embed_norm=true"
+        raise UserError(f"{given}: is of the cell's own norm, and norm={norm} is none; give none and false")
+    if model.qk_norm != "none" and getattr(target, "normalises_qk", False):
         raise UserError(
-            f"norm={name}: must be a torch.nn.Module called as norm(x, mask) that returns the shape of x; with x of "
-            f"shape (2, 2, {width}) it {fault}"
+            f"model.qk_norm={model.qk_norm}: placement={placement} normalises q and k itself; give model.qk_norm=none"
+        )
+    if model.init == "placement" and getattr(target, "initial", None) is Block.initial:
+        raise UserError(
+            f"model.init=placement: placement={placement} asks for no initial weights of its own; give another "
+            "model.init, such as xavier"
         )
 
 

@@ -18,22 +18,22 @@ def fold_norms(model: Transformer) -> Transformer:
     is the stream) or that cannot be written so. Not for training: the optimiser would see other parameters.
     """
     folded = copy.deepcopy(model).eval()
-    width = model.config.width
+    _refuse(folded.embed.norm, "embed.norm", "the embeddings")
     block: Any
     for layer, block in enumerate(folded.blocks):
+        for site, norm in block.attn.norm.items():
+            _refuse(norm, f"blocks.{layer}.attn.norm.{site}", "the attention")
         for site, norm in block.norm.items():
             name = f"blocks.{layer}.norm.{site}"
             if site not in block.feeds:
-                kind = type(block).__name__
-                raise ValueError(
-                    f"{name}: its output in {kind} does not go to linear layers alone, so it cannot be folded"
-                )
+                _refuse(norm, name, type(block).__name__)
+                continue
             readers = [reader for path in block.feeds[site] if (reader := _submodule(block, path)) is not None]
-            block.norm[site] = _fold(name, norm, width, readers)
+            block.norm[site] = _fold(name, norm, readers)
     if folded.final_norm is not None:
         if folded.config.tied:
             folded.head.weight = nn.Parameter(folded.head.weight.detach().clone())  # the embedding keeps its own
-        folded.final_norm = _fold("final_norm", folded.final_norm, width, [folded.head])
+        folded.final_norm = _fold("final_norm", folded.final_norm, [folded.head])
     return folded
 
 
@@ -43,13 +43,18 @@ def _submodule(block: nn.Module, path: str) -> nn.Linear | None:
     return found if isinstance(found, nn.Linear) else None
 
 
-def _fold(name: str, norm: Any, width: int, readers: list[nn.Linear]) -> nn.Module:
+def _refuse(norm: nn.Module | None, name: str, where: str) -> None:
+    if norm is not None and not isinstance(norm, Identity):
+        raise ValueError(f"{name}: its output in {where} does not go to linear layers alone, so it cannot be folded")
+
+
+def _fold(name: str, norm: Any, readers: list[nn.Linear]) -> nn.Module:
     if isinstance(norm, Identity):
         return norm
     if not hasattr(norm, "unfold"):
         raise ValueError(f"{name}: {type(norm).__name__} does not say how to `unfold`, so it cannot be folded")
     try:
-        plain, scale, shift = norm.unfold(width)
+        plain, scale, shift = norm.unfold(readers[0].in_features)
     except ValueError as error:
         raise ValueError(f"{name}: cannot be folded: {error}") from None
     for linear in readers:

@@ -1,34 +1,72 @@
-"""Attention and MLP: norm-free, except for the sites that a placement hands them.
+"""Attention and MLP: norm-free, except for the sites that a placement hands them, and norms of q and k.
 
 B: sequences, T: positions, H: heads, K: channels per head, C = H·K.
-`sites` maps the name of a place inside a sublayer (`q`, `k`, `v`, `attn_out`, `mlp_hidden`) to the norm that sits
-there; a name that is missing is the identity.
+`sites` maps the name of a place inside a sublayer, one of INSIDE, to the norm that sits there; a name that is missing
+is the identity.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Sites = Mapping[str, nn.Module]
+Sites = Mapping[str, Callable[..., Any]] | nn.ModuleDict
 NOWHERE: Sites = {}
 Activation = Literal["relu", "gelu", "swiglu"]
+QKNorm = Literal["none", "head", "full"]
+
+# The places inside a sublayer, in forward order, and how wide each is.
+INSIDE: Mapping[str, Literal["width", "head", "hidden"]] = {
+    **dict.fromkeys(("q", "k", "v"), "width"),  # before the heads are split
+    **dict.fromkeys(("q_head", "k_head", "v_head"), "head"),  # of each head, before the rotary embedding
+    **dict.fromkeys(("q_rotated", "k_rotated"), "width"),  # after it, the heads side by side
+    "attn_out": "width",  # what `o` reads
+    **dict.fromkeys(("mlp_up", "mlp_gate"), "hidden"),  # what `in` and `gate` write
+    "mlp_hidden": "hidden",  # what `out` reads
+}
+
+
+def site_width(site: str, *, width: int, hidden: int, heads: int) -> int:
+    """Channels at a site; one that is not INSIDE lies in the stream."""
+    return {"width": width, "head": width // heads, "hidden": hidden}[INSIDE.get(site, "width")]
 
 
 def at(site: str, sites: Sites, x: Tensor, mask: Tensor | None) -> Tensor:
-    norm = sites.get(site)
-    return x if norm is None else norm(x, mask)
+    return sites[site](x, mask) if site in sites else x
+
+
+def at_heads(site: str, sites: Sites, x_BHTK: Tensor, mask: Tensor | None) -> Tensor:
+    """Each head as if it were a sequence of its own, so that the norm meets (B, T, C): one gain (K,) for all heads."""
+    if site not in sites:
+        return x_BHTK
+    heads = x_BHTK.shape[1]
+    y = sites[site](x_BHTK.flatten(0, 1), None if mask is None else mask.repeat_interleave(heads, 0))
+    return y.unflatten(0, (-1, heads))
+
+
+def merged(x_BHTK: Tensor) -> Tensor:
+    return x_BHTK.transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
     """Causal multi-head attention, softmax(q kᵀ / √K + causal mask) v, projected by `o` (1706.03762).
 
     Padding stands on the right, so the causal mask already keeps real tokens from seeing pads.
+    `norms` makes norms of the attention's own, by site, which are there whatever the placement has.
     """
 
-    def __init__(self, width: int, heads: int, *, bias: bool, dropout: float, rotary_context: int | None) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        bias: bool,
+        dropout: float,
+        rotary_context: int | None,
+        norms: Callable[[], Mapping[str, nn.Module]] = dict,
+    ) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.q = nn.Linear(width, width, bias=bias)
@@ -36,17 +74,30 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, width, bias=bias)
         self.o = nn.Linear(width, width, bias=bias)
         self.rotary = Rotary(width // heads, rotary_context) if rotary_context else None
+        self.norm = nn.ModuleDict(norms())
 
     def forward(self, x: Tensor, mask: Tensor | None = None, sites: Sites = NOWHERE) -> Tensor:
+        if self.norm:
+            sites = {**dict(sites.items()), **dict(self.norm.items())}
         q, k, v = (self._heads(at(name, sites, getattr(self, name)(x), mask)) for name in "qkv")
+        q, k, v = (at_heads(f"{name}_head", sites, part, mask) for name, part in zip("qkv", (q, k, v), strict=True))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
+        if "q_rotated" in sites:
+            q, k = (self._heads(at(f"{n}_rotated", sites, merged(part), mask)) for n, part in (("q", q), ("k", k)))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        y_BTC = at("attn_out", sites, y.transpose(1, 2).flatten(2), mask)
+        y_BTC = at("attn_out", sites, merged(y), mask)
         return F.dropout(self.o(y_BTC), self.dropout, self.training)
 
     def _heads(self, x_BTC: Tensor) -> Tensor:
         return x_BTC.view(*x_BTC.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+def qk_norms(kind: QKNorm, norm: Callable[[int], nn.Module], *, width: int, heads: int) -> dict[str, nn.Module]:
+    """Norms of q and k before the rotary embedding: over each head (`head`, 2302.05442 and 2309.14322), or over the
+    whole width before the heads are split (`full`, OLMo 2)."""
+    sites = {"none": (), "head": ("q_head", "k_head"), "full": ("q", "k")}[kind]
+    return {site: norm(site_width(site, width=width, hidden=width, heads=heads)) for site in sites}
 
 
 class Rotary(nn.Module):
@@ -81,9 +132,9 @@ class MLP(nn.Module):
         self.out = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, sites: Sites = NOWHERE) -> Tensor:
-        hidden = getattr(self, "in")(x)
+        hidden = at("mlp_up", sites, getattr(self, "in")(x), mask)
         if self.activation == "swiglu":
-            hidden = F.silu(self.gate(x)) * hidden
+            hidden = F.silu(at("mlp_gate", sites, self.gate(x), mask)) * hidden
         else:
             hidden = F.relu(hidden) if self.activation == "relu" else F.gelu(hidden)
         return F.dropout(self.out(at("mlp_hidden", sites, hidden, mask)), self.dropout, self.training)

@@ -1,5 +1,6 @@
 """The GPT-style Transformer: embed -> blocks -> final norm -> head. It receives factories and knows no norm by name."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normexp.fields import PositiveFloat, PositiveInt, UnitInterval
-from normexp.layers import MLP, Activation, Attention
-from normexp.placements import Block, NormFactory
+from normexp.fields import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from normexp.kernels.formula import statistics_dtype
+from normexp.layers import MLP, Activation, Attention, QKNorm, qk_norms
+from normexp.placements import Block, NormFactory, Scale, UnitMatrices
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,11 @@ class ModelConfig:
     bias: bool  # of the linear layers; the norms have their own
     tied: bool  # the head shares the token embedding's matrix, and has no bias
     dropout: UnitInterval
-    init: Literal["xavier", "gpt2", "small", "torch"]
+    init: Literal["xavier", "gpt2", "small", "torch", "placement"]
+    qk_norm: QKNorm  # of the cell's own type, in front of the rotary embedding
+    embed_norm: bool  # a norm of the cell's own type on the embeddings
+    embed_scale: PositiveFloat | Literal["sqrt", "learned"]  # factor of the token embeddings; √width, or begun there
+    logit_softcap: NonNegativeFloat  # the logits' bound; 0: none
 
 
 def sinusoids(context: int, width: int) -> Tensor:
@@ -36,71 +42,98 @@ def sinusoids(context: int, width: int) -> Tensor:
 
 
 class Embed(nn.Module):
-    """Token embedding plus, unless rotary, a position table."""
+    """n(scale · token embedding + position table); the table is there unless rotary, the norm if `embed_norm`.
+
+    `embed_scale=sqrt`: √width (1706.03762; with small weights 2312.16903); `learned`: one number, begun at √width.
+    """
 
     table: Tensor
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, norm: NormFactory) -> None:
         super().__init__()
         self.dropout, self.kind = config.dropout, config.position
+        self.scale: float | nn.Parameter = start_scale(config)
+        if config.embed_scale == "learned":
+            self.scale = nn.Parameter(torch.tensor(self.scale))
         self.token = nn.Embedding(vocab_size, config.width)
         if config.position == "learned":
             self.position = nn.Embedding(config.context, config.width)
         if config.position == "sinusoidal":
             self.register_buffer("table", sinusoids(config.context, config.width), persistent=False)
+        self.norm = norm(config.width) if config.embed_norm else None
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.token(tokens_BT)
+        if isinstance(self.scale, Tensor) or self.scale != 1:
+            x = self.scale * x
         if self.kind != "rotary":
             table = self.position.weight if self.kind == "learned" else self.table
             x = x + table[: tokens_BT.shape[1]]
+        if self.norm is not None:
+            x = self.norm(x, mask)
         return F.dropout(x, self.dropout, self.training)
 
 
+def start_scale(config: ModelConfig) -> float:
+    """The factor of the token embeddings, before training."""
+    return math.sqrt(config.width) if isinstance(config.embed_scale, str) else config.embed_scale
+
+
 class Transformer(nn.Module):
-    """Logits (B, T, V) of the next token; `mask` (B, T) is True at real tokens, None when all are."""
+    """Logits (B, T, V) of the next token; `mask` (B, T) is True at real tokens, None when all are.
+
+    With a `logit_softcap` s, the logits z become s · tanh(z / s) (Gemma 2, 2408.00118).
+    """
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, *, norm: NormFactory, placement: Callable[..., Block]
     ) -> None:
         super().__init__()
         self.config = config
+        width, hidden = config.width, round(config.mlp_ratio * config.width)
         attention = partial(
             Attention,
-            config.width,
+            width,
             config.heads,
             bias=config.bias,
             dropout=config.dropout,
             rotary_context=config.context if config.position == "rotary" else None,
+            norms=partial(qk_norms, config.qk_norm, norm, width=width, heads=config.heads),
         )
-        hidden = round(config.mlp_ratio * config.width)
-        mlp = partial(MLP, config.width, hidden, activation=config.mlp, bias=config.bias, dropout=config.dropout)
-        block = partial(placement, norm=norm, attention=attention, mlp=mlp, width=config.width, depth=config.depth)
-        self.embed = Embed(config, vocab_size)
+        mlp = partial(MLP, width, hidden, activation=config.mlp, bias=config.bias, dropout=config.dropout)
+        sizes = {"width": width, "hidden": hidden, "heads": config.heads, "depth": config.depth}
+        block = partial(placement, norm=norm, attention=attention, mlp=mlp, **sizes)
+        self.embed = Embed(config, vocab_size, norm)
         self.blocks = nn.ModuleList(block(layer=layer) for layer in range(config.depth))
-        self.final_norm = norm(config.width) if self.blocks[0].final_norm else None
-        self.head = nn.Linear(config.width, vocab_size, bias=config.bias and not config.tied)
+        first: Any = self.blocks[0]
+        self.final_norm = norm(width) if first.final_norm else None
+        self.head = nn.Linear(width, vocab_size, bias=config.bias and not config.tied)
         if config.tied:
             self.head.weight = self.embed.token.weight
+        self.logit_scale = Scale(vocab_size, 1.0, width**-0.5) if first.scaled_logits else None
+        self.unit_matrices = UnitMatrices(self) if first.unit_matrices else None
 
     def forward(self, tokens_BT: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.embed(tokens_BT)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self._logits(x, mask)
+        blocks: Any = self.blocks
+        stream = blocks[0].enter(self.embed(tokens_BT, mask))
+        for block in blocks:
+            stream = block(stream, mask)
+        return self._logits(blocks[-1].leave(stream, self.final_norm, mask))
 
     @torch.no_grad()
     def calibrate(self, tokens_BT: Tensor, mask: Tensor | None = None) -> None:
         """One forward pass in which blocks with a `calibrate` hook set their constants, in forward order."""
-        x = self.embed(tokens_BT)
-        for block in self.blocks:
-            x = getattr(block, "calibrate", block)(x, mask)
+        blocks: Any = self.blocks
+        stream = blocks[0].enter(self.embed(tokens_BT, mask))
+        for block in blocks:
+            stream = getattr(block, "calibrate", block)(stream, mask)
 
-    def _logits(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        if self.final_norm is not None:
-            x = self.final_norm(x, mask)
+    def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(x)
-        return logits
+        if self.logit_scale is not None:
+            logits = self.logit_scale(logits)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits.to(statistics_dtype(logits.dtype)) / cap) if cap else logits
 
 
 def in_norm(name: str) -> bool:
@@ -116,3 +149,9 @@ def hooks(model: nn.Module, name: str) -> list[Callable[[], Any]]:
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Σ −ln p(target) over the targets that are not −100, in nats and float32; 0 when there are none."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=-100)
+
+
+def squared_log_z_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Σ log² Z, Z = Σ_v exp(logit_v), over the tokens whose target is not −100, in float32 (z-loss, 2204.02311)."""
+    log_z = logits_BTV.float().logsumexp(-1)
+    return (log_z.square() * (targets_BT != -100)).sum()

@@ -56,6 +56,11 @@ NEUTRAL: dict[str, Any] = {
     "train.deterministic": False,
     "train.tf32": False,
     "optim.decay_fraction": 0.2,
+    "model.qk_norm": "none",
+    "model.embed_norm": False,
+    "model.embed_scale": 1.0,
+    "model.logit_softcap": 0.0,
+    "train.z_loss": 0.0,
 }
 
 # Fields that another field puts out of use: then they count as this value, whatever they are.

@@ -18,7 +18,7 @@ from normexp import checkpoint
 from normexp.arithmetic import Compiled, settle
 from normexp.data import Batch, Source
 from normexp.fields import NonNegativeFloat, PositiveInt, Range, UserError
-from normexp.model import Transformer, cross_entropy_sum, hooks
+from normexp.model import Transformer, cross_entropy_sum, hooks, squared_log_z_sum
 from normexp.norms import batch_norms, batch_statistics
 from normexp.optim import OptimConfig, build_optimizer, learning_rate
 from normexp.telemetry import METRICS, Buffer, Layout, Reading, Snapshot, TelemetryConfig, l2_norms
@@ -32,6 +32,7 @@ class TrainConfig:
     batch_size: PositiveInt  # sequences per micro-batch: what a batch norm sees
     grad_accum: PositiveInt  # micro-batches per step
     clip: NonNegativeFloat  # largest total gradient norm; 0: no clipping
+    z_loss: NonNegativeFloat  # weight of the mean log² Z over the real tokens, in what is minimised; 0: none
     dtype: Literal["float32", "bfloat16", "float16"]  # of autocast; parameters are float32. float16 scales the loss
     threads: Annotated[int, Range(low=1, high=1024)]  # of one operation on a CPU; it changes the last bits
     eval_every: PositiveInt  # steps
@@ -118,19 +119,25 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for index, part in enumerate(micro_batches(batch, self.train.batch_size)):
             seed_dropout(self.device, stream(self.seed, self.step, index))  # the same in every cell and after a resume
-            part_loss = self._loss_sum(part) / max(real, 1)
-            auxiliary = [hook() for hook in self.aux_losses]
-            self.scaler.scale(part_loss + sum(auxiliary) / self.train.grad_accum).backward()
+            logits, targets = self._predict(part)
+            part_loss = cross_entropy_sum(logits, targets) / max(real, 1)
+            auxiliary = sum(hook() for hook in self.aux_losses) / self.train.grad_accum
+            if self.train.z_loss:
+                auxiliary += self.train.z_loss * squared_log_z_sum(logits, targets) / max(real, 1)
+            self.scaler.scale(part_loss + auxiliary).backward()
             loss += part_loss.detach()
         return loss
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits and targets."""
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         mask = None if batch.mask is None else batch.mask.to(self.device)
         dtype = getattr(torch, self.train.dtype)
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            logits = self.forward(tokens, mask)
-        return cross_entropy_sum(logits, targets)
+            return self.forward(tokens, mask), targets
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return cross_entropy_sum(*self._predict(batch))
 
     def _update(self, rate: float, total: Tensor) -> None:
         if self.train.clip:

@@ -12,7 +12,7 @@ FLOORS = [
     {"norms", "layers"},
     {"placements"},
     {"model"},
-    {"arithmetic", "init", "fold", "data", "optim", "telemetry", "verdict", "trackers", "checkpoint"},
+    {"arithmetic", "choices", "init", "fold", "data", "optim", "telemetry", "verdict", "trackers", "checkpoint"},
     {"trainer", "runs", "summary", "commandline", "results", "stats", "progress", "workers"},
     {"config", "sweeps"},
     {"cell"},

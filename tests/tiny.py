@@ -16,6 +16,7 @@ CONTEXT, VOCABULARY = 16, 11
 CONFIG = {
     "depth": 2, "width": 16, "heads": 2, "context": CONTEXT, "mlp": "relu", "mlp_ratio": 4.0, "position": "learned",
     "bias": True, "tied": False, "dropout": 0.0, "init": "xavier",
+    "qk_norm": "none", "embed_norm": False, "embed_scale": 1.0, "logit_softcap": 0.0,
 }  # fmt: skip
 NORMS = {
     "ln": partial(norms.LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto", gain_offset=0.0),
@@ -42,9 +43,11 @@ PLACEMENTS = {"pre": placements.PreNorm, "post": placements.PostNorm}
 CELLS = [(norm, placement) for norm in NORMS for placement in PLACEMENTS]
 
 
-def model(norm: str = "ln", placement: str = "pre", seed: int = 0, **changes) -> Transformer:
+def model(norm="ln", placement="pre", seed: int = 0, **changes) -> Transformer:
+    """`norm` and `placement`: a name from above, or a factory."""
     config = ModelConfig(**{**CONFIG, **changes})
-    built = Transformer(config, VOCABULARY, norm=(NORMS | ZOO)[norm], placement=PLACEMENTS[placement])
+    factories = {"norm": (NORMS | ZOO).get(norm, norm), "placement": PLACEMENTS.get(placement, placement)}
+    built = Transformer(config, VOCABULARY, **factories)
     initialise(built, seed)
     return built
 
@@ -84,13 +87,13 @@ SHORT = [
 
 OPTIM = OptimConfig("adamw", 3e-3, 2, "constant", 0.0, 0.2, 0.0, (0.9, 0.98), 1e-8, 0.0)
 TRAIN = TrainConfig(
-    steps=8, batch_size=4, grad_accum=1, clip=0.0, dtype="float32", threads=1, eval_every=4, eval_batches=2,
+    steps=8, batch_size=4, grad_accum=1, clip=0.0, z_loss=0.0, dtype="float32", threads=1, eval_every=4, eval_batches=2,
     checkpoint_every=3, early_stop=False, compile=False, deterministic=False, tf32=False,
 )  # fmt: skip
 TELEMETRY = TelemetryConfig(every=5, dense_steps=3, flush_every=4, metrics=tuple(METRICS))
 
 
-def trainer(norm: str = "ln", placement: str = "pre", *, source=None, seed=0, optim=OPTIM, train=TRAIN, **changes):
+def trainer(norm="ln", placement="pre", *, source=None, seed=0, optim=OPTIM, train=TRAIN, **changes):
     return Trainer(
         model(norm, placement, seed, **changes),
         source or Source(),

@@ -107,7 +107,7 @@ class BatchNorm(RunningStatistics):
         if self.weight is not None:
             scale = scale * self.weight
         shift = -self.running_mean * scale
-        return Identity(), scale, shift if self.bias is None else shift + self.bias
+        return Identity(dim), scale, shift if self.bias is None else shift + self.bias
 
     def _dense(self, x: Tensor, own: bool) -> Tensor:
         """One statistic per channel for all tokens: torch's own operator, over (B·T, C)."""
