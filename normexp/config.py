@@ -104,9 +104,9 @@ def absolute(path: str | Path, folder: Path) -> Path:
 def _resolved(tree: Tree, choices: Mapping[str, functools.partial[Any]], config: Config) -> dict[str, Any]:
     """Plain values only; paths absolute. `device` stays as given, since `auto` is no fact about the run."""
     plain: dict[str, Any] = asdict(tree) | {"results": config.results, "cell": config.cell}
-    for group, factory in choices.items():
+    for group, chosen in choices.items():
         target = getattr(tree, group)["_target_"]
-        plain[group] = {"_target_": target, "_partial_": True, **factory.keywords, **own_code(factory.func)}
+        plain[group] = {"_target_": target, "_partial_": True, **chosen.keywords, **own_code(chosen.func)}
     resolved: dict[str, Any] = _plain(plain)
     return resolved
 
