@@ -15,7 +15,8 @@ def fold_norms(model: Transformer) -> Transformer:
 
     With n(x) = u(x) · γ + β, W n(x) + b = (W γ) u(x) + (b + W β): exact but for rounding. BatchNorm, linear in
     evaluation, goes whole. ValueError names the norm whose output does not go to linear layers alone (in Post-Norm it
-    is the stream) or that cannot be written so. Not for training: the optimiser would see other parameters.
+    is the stream) or that cannot be written so, and the layer that is wrapped, hooked or not a plain nn.Linear. Not
+    for training: the optimiser would see other parameters.
     """
     folded = copy.deepcopy(model).eval()
     _refuse(folded.embed.norm, "embed.norm", "the embeddings")
@@ -28,19 +29,46 @@ def fold_norms(model: Transformer) -> Transformer:
             if site not in block.feeds:
                 _refuse(norm, name, type(block).__name__)
                 continue
-            readers = [reader for path in block.feeds[site] if (reader := _submodule(block, path)) is not None]
-            block.norm[site] = _fold(name, norm, readers)
+            block.norm[site] = _fold(name, norm, _readers(block, layer, site))
     if folded.final_norm is not None:
+        head = _linear("head", folded.head)
         if folded.config.tied:
-            folded.head.weight = nn.Parameter(folded.head.weight.detach().clone())  # the embedding keeps its own
-        folded.final_norm = _fold("final_norm", folded.final_norm, [folded.head])
+            head.weight = nn.Parameter(head.weight.detach().clone())  # the embedding keeps its own
+        folded.final_norm = _fold("final_norm", folded.final_norm, [head])
     return folded
 
 
-def _submodule(block: nn.Module, path: str) -> nn.Linear | None:
-    """None where a block has no such layer, as `mlp.gate` without a gated MLP."""
-    found = dict(block.named_modules()).get(path)
-    return found if isinstance(found, nn.Linear) else None
+def _readers(block: Any, layer: int, site: str) -> list[nn.Linear]:
+    """The linear layers that read the norm at `site`; a block may lack some, as `mlp.gate` without a gated MLP."""
+    name, kind = f"blocks.{layer}.norm.{site}", type(block).__name__
+    if _forward_is_newer_than(block, "feeds"):
+        raise ValueError(
+            f"{name}: {kind} has a `forward` of its own and the `feeds` of its base class; "
+            f"give {kind} its own `feeds` if they hold for it"
+        )
+    modules = dict(block.named_modules())
+    return [_linear(f"blocks.{layer}.{path}", modules[path]) for path in block.feeds[site] if path in modules]
+
+
+def _linear(name: str, module: nn.Module) -> nn.Linear:
+    if type(module) is not nn.Linear:  # a subclass need not be x W + b of the weight that is found in it
+        raise ValueError(
+            f"{name}: is a {type(module).__name__}, not a plain nn.Linear, so no norm can be folded into it"
+        )
+    _refuse_hooks(name, module)
+    return module
+
+
+def _refuse_hooks(name: str, module: nn.Module) -> None:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        raise ValueError(f"{name}: has forward hooks, which folding would not keep; remove them first")
+
+
+def _forward_is_newer_than(module: nn.Module, attribute: str) -> bool:
+    """Whether a class below the one that states `attribute` changed what the statement is about."""
+    lineage = [vars(module), *(vars(kind) for kind in type(module).__mro__)]
+    forward, stated = (next(i for i, own in enumerate(lineage) if key in own) for key in ("forward", attribute))
+    return forward < stated
 
 
 def _refuse(norm: nn.Module | None, name: str, where: str) -> None:
@@ -49,10 +77,14 @@ def _refuse(norm: nn.Module | None, name: str, where: str) -> None:
 
 
 def _fold(name: str, norm: Any, readers: list[nn.Linear]) -> nn.Module:
-    if isinstance(norm, Identity):
+    if type(norm) is Identity:
         return norm
+    kind = type(norm).__name__
     if not hasattr(norm, "unfold"):
-        raise ValueError(f"{name}: {type(norm).__name__} does not say how to `unfold`, so it cannot be folded")
+        raise ValueError(f"{name}: {kind} does not say how to `unfold`, so it cannot be folded")
+    if _forward_is_newer_than(norm, "unfold"):
+        raise ValueError(f"{name}: {kind} has a `forward` of its own and the `unfold` of its base class; give it both")
+    _refuse_hooks(name, norm)
     try:
         plain, scale, shift = norm.unfold(readers[0].in_features)
     except ValueError as error:

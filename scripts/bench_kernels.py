@@ -3,13 +3,14 @@
     python scripts/bench_kernels.py [--seconds 240] [--out results/bench] [--quick]
 
 Prints a Markdown table and writes it with the numbers as kernels_<device>.{md,json}. Providers: the formula in plain
-torch (`eager`), torch's own operations (`torch`), `torch.compile` of the formula, Liger and quack where they are
-installed and the device can run them, and ours. Without a GPU the CPU providers run and the missing rows are named.
-GB/s are the bytes that an op must move, not those that a provider happens to move. Run it on an idle machine.
+torch (`eager`), torch's own operations (`torch`), `torch.compile` of the formula, Liger and quack on a GPU, and ours.
+Whatever is not installed, fails, or differs from `eager` in an output or a gradient is named with its reason, and so
+are all GPU rows where there is none. GB/s are the bytes that an op must move, not those that a provider happens to
+move. Run it on an idle machine.
 """
 
 import argparse
-import importlib.util
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from normexp import kernels
+from normexp import kernels, runs
 from normexp.kernels import timing
 
 EPS = 1e-6
 OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 PASSES = ("forward", "backward", "both")
+ORDER = ("eager", "torch", "compile", "liger", "quack", "ours")
 GPU_SHAPES = [
     (32_768, 256), (32_768, 512), (32_768, 1024), (16_384, 2048), (8192, 4096), (8192, 8192), (4096, 16_384),
     (2048, 32_768), (32_768, 768), (16_384, 1600), (8192, 5120),
@@ -56,9 +58,7 @@ def torch_own(op: str) -> Provider:
     return run
 
 
-def liger(op: str) -> Provider | None:
-    if importlib.util.find_spec("liger_kernel") is None or op == "add_layer_norm":
-        return None
+def liger(op: str) -> Provider:
     from liger_kernel.transformers import functional
 
     return {
@@ -70,21 +70,38 @@ def liger(op: str) -> Provider | None:
     }[op]
 
 
-def quack(op: str) -> Provider | None:
-    if importlib.util.find_spec("quack") is None or op.endswith("layer_norm"):
-        return None
+def quack(op: str) -> Provider:
     from quack.rmsnorm import rmsnorm
 
-    return lambda x, residual, weight, bias: rmsnorm(x, weight, residual=residual, eps=EPS)
+    def run(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Any:
+        return rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=residual is not None)  # prenorm: and the sum
+
+    return {"rms_norm": run, "add_rms_norm": run}[op]
 
 
-def providers(op: str, n: int, device: torch.device) -> dict[str, Provider]:
+def compiled(op: str) -> Provider:
+    run: Provider = torch.compile(ours(op, "torch"), dynamic=False)
+    return run
+
+
+def providers(op: str, n: int, device: torch.device) -> tuple[dict[str, Provider], dict[str, str]]:
+    """Those that there are, and why the others are not."""
     found = {"eager": ours(op, "torch"), "torch": torch_own(op), "ours": ours(op, "auto")}
     if op == "rms_norm" or n in COMPILED_WIDTHS:
-        found["compile"] = torch.compile(ours(op, "torch"), dynamic=False)
-    if device.type == "cuda":
-        found |= {name: made for name, made in (("liger", liger(op)), ("quack", quack(op))) if made is not None}
-    return found
+        found["compile"] = compiled(op)
+    missing = {}
+    for name, make in (("liger", liger), ("quack", quack)) if device.type == "cuda" else ():
+        try:
+            found[name] = make(op)
+        except KeyError:
+            missing[name] = "has no such op"
+        except Exception as error:
+            missing[name] = reason(error)
+    return found, missing
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def required_bytes(op: str, which: str, m: int, n: int, size: int) -> int:
@@ -131,50 +148,86 @@ class Problem:
 
         return backward
 
-    def agrees(self, provider: Provider, reference: Provider) -> bool:
-        found, expected = self.outputs(provider, 0), self.outputs(reference, 0)
-        return all(torch.allclose(a, b, rtol=2e-2, atol=2e-2) for a, b in zip(found, expected, strict=True))
+    def results(self, provider: Provider) -> dict[str, Tensor]:
+        """Outputs and gradients by name."""
+        outputs, leaves = self.outputs(provider, 0), self.leaves(0)
+        gradients = torch.autograd.grad(outputs, leaves, self.gradients[0])
+        names = ["x", *(["residual"] if len(outputs) > 1 else []), "weight", "bias"]
+        found = dict(zip(("y", "sum"), outputs, strict=False))
+        return found | {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=False)}
+
+    def fault(self, provider: Provider, expected: dict[str, Tensor]) -> str | None:
+        """Why the provider is not timed: an exception, or a result that is off by 2 % of its largest value."""
+        try:
+            found = self.results(provider)
+        except Exception as error:
+            return reason(error)
+        if found.keys() != expected.keys():
+            return f"returns {sorted(found)}, not {sorted(expected)}"
+        off = [name for name, value in expected.items() if (found[name] - value).abs().max() > 0.02 * value.abs().max()]
+        return f"wrong {', '.join(off)}" if off else None
 
 
-def measure_problem(op: str, m: int, n: int, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
-    problem, found = Problem(op, m, n, device), providers(op, n, device)
-    wrong = [name for name, provider in found.items() if not problem.agrees(provider, found["eager"])]
-    working = {name: provider for name, provider in found.items() if name not in wrong}
+Missing = dict[str, list[str]]  # provider, op and reason -> shapes
+
+
+def measure_problem(
+    op: str, m: int, n: int, device: torch.device, options: argparse.Namespace, missing: Missing
+) -> list[dict[str, Any]]:
+    problem = Problem(op, m, n, device)
+    found, absent = providers(op, n, device)
+    expected = problem.results(found["eager"])
+    faults = absent | {name: fault for name, provider in found.items() if (fault := problem.fault(provider, expected))}
     rows = []
     for which in PASSES:
-        steps = {name: problem.step(provider, which) for name, provider in working.items()}
-        times = timing.measure(steps, device, options.rounds, options.calls)
-        for name, seconds in times.items():
-            host = timing.host_seconds(steps[name], device)
-            row = {"op": op, "m": m, "n": n, "pass": which, "provider": name, "microseconds": seconds * 1e6}
-            rows.append(
-                row | {"gb_per_second": problem.bytes[which] / seconds / 1e9, "host_microseconds": host and host * 1e6}
-            )
-    return rows + [{"op": op, "m": m, "n": n, "provider": name, "wrong": True} for name in wrong]
+        steps = {}
+        for name in found.keys() - faults.keys():
+            try:
+                steps[name] = problem.step(found[name], which)
+                steps[name](0)
+            except Exception as error:
+                steps.pop(name, None)
+                missing.setdefault(f"{name} {op} {which}: {reason(error)}", []).append(f"{m} × {n}")
+        rows += measure_pass({"op": op, "m": m, "n": n, "pass": which}, steps, problem.bytes[which], device, options)
+    for name, fault in faults.items():
+        missing.setdefault(f"{name} {op}: {fault}", []).append(f"{m} × {n}")
+    return rows
+
+
+def measure_pass(
+    head: dict[str, Any], steps: dict[str, timing.Step], size: int, device: torch.device, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    times, rows = timing.measure(steps, device, options.rounds, options.calls), []
+    for name in sorted(times, key=ORDER.index):
+        seconds = statistics.median(times[name])
+        host = timing.host_seconds(steps[name], device)
+        row = {"provider": name, "microseconds": seconds * 1e6, "gb_per_second": size / seconds / 1e9}
+        row |= {"host_microseconds": host and host * 1e6}
+        row |= {"quartiles": [1e6 * value for value in timing.quartiles(times[name])[::2]]}
+        if "ours" in times:
+            row["time_over_ours"] = timing.quartiles(timing.ratios(times[name], times["ours"]))
+        rows.append(head | row)
+    return rows
 
 
 def page(record: dict[str, Any]) -> str:
     header = ["op", "M × N", "pass", "provider", "µs", "GB/s", "of a copy", "host µs", "time / ours"]
-    measured = [row for row in record["rows"] if "microseconds" in row]
-    mine = {(r["op"], r["m"], r["n"], r["pass"]): r["microseconds"] for r in measured if r["provider"] == "ours"}
     lines = []
-    for row in measured:
-        key = row["op"], row["m"], row["n"], row["pass"]
+    for row in record["rows"]:
         host = "" if row["host_microseconds"] is None else f"{row['host_microseconds']:.0f}"
-        share, ratio = row["gb_per_second"] / record["copy_gb_per_second"], row["microseconds"] / mine[key]
+        (first, third), share = row["quartiles"], row["gb_per_second"] / record["copy_gb_per_second"]
+        low, middle, high = row.get("time_over_ours", (float("nan"),) * 3)
+        ratio = "" if row["provider"] == "ours" else f"{middle:.2f} ({low:.2f}–{high:.2f})"
         lines.append(
-            [row["op"], f"{row['m']} × {row['n']}", row["pass"], row["provider"], f"{row['microseconds']:.1f}",
-             f"{row['gb_per_second']:.1f}", f"{share:.0%}", host, f"{ratio:.2f}"]
+            [row["op"], f"{row['m']} × {row['n']}", row["pass"], row["provider"],
+             f"{row['microseconds']:.1f} ({first:.1f}–{third:.1f})", f"{row['gb_per_second']:.1f}", f"{share:.0%}",
+             host, ratio]
         )  # fmt: skip
-    wrong = [
-        f"{row['provider']} {row['op']} {row['m']} × {row['n']}: wrong result, not timed"
-        for row in record["rows"]
-        if "wrong" in row
-    ]
-    notes = "\n".join(f"- {line}" for line in [*record["missing"], *wrong])
+    notes = "\n".join(f"- {line}" for line in record["missing"])
     return (
-        f"# Kernels on {record['device']}\n\nA plain copy: {record['copy_gb_per_second']:.1f} GB/s. {record['dtype']}, "
-        f"torch {record['versions']['torch']}.\n\n{timing.table(header, lines)}\nMissing:\n\n{notes or '- nothing'}\n"
+        f"# Kernels on {record['device']}\n\n{timing.head(record)} A plain copy: "
+        f"{record['copy_gb_per_second']:.1f} GB/s.\n\n{timing.table(header, lines)}\nMissing:\n\n"
+        f"{notes or '- nothing'}\n"
     )
 
 
@@ -188,19 +241,25 @@ def main() -> None:
     torch.set_num_threads(1)
     functorch_config.donated_buffer = False  # a backward pass alone is timed, again and again
     options.rounds, options.calls = (2, 2) if options.quick else (15, 10) if device.type == "cuda" else (7, 5)
-    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    missing = [] if device.type == "cuda" else [f"all GPU shapes, {m} × {n}: no GPU here" for m, n in GPU_SHAPES]
-    missing += [f"compile of the other ops at widths but {COMPILED_WIDTHS}: to fit four minutes"]
+    shapes = [(64, 64), (64, 128)] if options.quick else GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    missing: Missing = {"out of time": []}
     start, rows = time.monotonic(), []
     copy = timing.copy_bandwidth(device, options.rounds)
     for op in OPS:
-        for m, n in [(64, 64), (64, 128)] if options.quick else shapes:
+        for m, n in shapes:
             if time.monotonic() - start > options.seconds:
-                missing.append(f"{op} {m} × {n}: out of time")
+                missing["out of time"].append(f"{op} {m} × {n}")
                 continue
             torch._dynamo.reset()
-            rows += measure_problem(op, m, n, device, options)
-    record = timing.facts(device) | {"copy_gb_per_second": copy / 1e9, "rows": rows, "missing": missing}
+            rows += measure_problem(op, m, n, device, options, missing)
+    named = [] if device.type == "cuda" else [f"every GPU shape: {len(GPU_SHAPES)} of each op, no GPU here"]
+    named += [] if device.type == "cuda" else ["liger, quack: they need a GPU"]
+    named += [f"compile of the other ops at widths but {COMPILED_WIDTHS}: to fit four minutes"]
+    named += [
+        why if len(where) == len(shapes) else f"{why} ({', '.join(where)})" for why, where in missing.items() if where
+    ]
+    record = timing.facts(device, runs.git_commit()) | {"copy_gb_per_second": copy / 1e9, "rows": rows}
+    record["missing"] = named
     text = page(record)
     print(text)
     print(timing.write(options.out, "kernels", device, record, text))

@@ -6,7 +6,8 @@ Prints the tables and writes them as norms_<device>.{md,json}. All sides of a co
 
 Training is forward + backward, inference forward alone. `torch` are torch's own operations, `ours` kernel=auto,
 `compiled` torch.compile of the formula. The folded linear is FlashNorm's (2407.09577): x W* / rms(x), W* = W
-diag(gain), exact for RMSNorm. Run it on an idle machine.
+diag(gain), exact for RMSNorm. What is saved is `within noise` where its quartiles over the rounds have both signs, and
+`norm unseen` where the norm beside its linear layer is. Run it on an idle machine.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normexp import kernels
+from normexp import kernels, runs
 from normexp.kernels import timing
 
 EPS = 1e-6
@@ -70,6 +71,11 @@ def inference(function: Callable[..., Tensor], arguments: Arguments) -> timing.S
     return step
 
 
+def microseconds(times: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return [1e6 * value for value in timing.quartiles(times)]
+
+
 def compare_norms(m: int, n: int, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     count = timing.rotations(2 * m * n * dtype.itemsize, device)
@@ -86,8 +92,9 @@ def compare_norms(m: int, n: int, device: torch.device, options: argparse.Namesp
         }
         times = timing.measure(steps, device, options.rounds, options.calls)
         for implementation in IMPLEMENTATIONS:
-            rms, ln = (times[implementation, name] * 1e6 for name in ("rms", "ln"))
-            rows.append({"m": m, "n": n, "mode": mode, "implementation": implementation, "rms": rms, "ln": ln})
+            rms, ln = (times[implementation, name] for name in ("rms", "ln"))
+            row = {"m": m, "n": n, "mode": mode, "implementation": implementation}
+            rows.append(row | {"rms": microseconds(rms), "ln": microseconds(ln), "ratios": timing.ratios(rms, ln)})
     return rows
 
 
@@ -122,30 +129,43 @@ def compare_linear(m: int, n: int, device: torch.device, options: argparse.Names
     }
     steps = {name: inference(function, [[x, weight] for x in rotating]) for name, (function, weight) in sides.items()}
     times = timing.measure(steps, device, options.rounds, options.calls)
-    return {"m": m, "n": n} | {name: seconds * 1e6 for name, seconds in times.items()}
+    sides_of = {name: microseconds(values) for name, values in times.items()}
+    saved = {how or ", eager": saved_of_the_norm(times, how) for how in ("", ", compiled")}
+    return {"m": m, "n": n, "sides": sides_of, "saved": saved}
+
+
+def saved_of_the_norm(times: dict[str, list[float]], how: str) -> list[float] | None:
+    """Round by round, the share of the norm's own time that folding saves; None where that time can't be seen."""
+    both, folded_away = times[f"norm + linear{how}"], times[f"folded{how}"]
+    norm = [b - a for b, a in zip(both, times["linear"], strict=True)]
+    if timing.quartiles(norm)[0] <= 0:
+        return None
+    return [(b - f) / max(n, 1e-9) for b, f, n in zip(both, folded_away, norm, strict=True)]
+
+
+def spread(values: list[float], form: str) -> str:
+    low, middle, high = values
+    return f"{middle:{form}} ({low:{form}}–{high:{form}})"
 
 
 def page(record: dict[str, Any]) -> str:
     norms = [
-        [f"{r['m']} × {r['n']}", r["mode"], r["implementation"], f"{r['rms']:.0f}", f"{r['ln']:.0f}",
-         f"{r['rms'] / r['ln']:.2f}", f"{1 - r['rms'] / r['ln']:+.0%}"]
+        [f"{r['m']} × {r['n']}", r["mode"], r["implementation"], spread(r["rms"], ".0f"), spread(r["ln"], ".0f"),
+         spread(timing.quartiles(r["ratios"]), ".2f"), timing.saving([1 - ratio for ratio in r["ratios"]])]
         for r in record["norms"]
     ]  # fmt: skip
     header = ["M × N", "mode", "implementation", "RMSNorm µs", "LayerNorm µs", "ratio", "RMSNorm saves"]
-    sides = [key for key in record["linears"][0] if key not in ("m", "n")]
-    linears = []
-    for row in record["linears"]:
-        saved = [
-            (row[f"norm + linear{how}"] - row[f"folded{how}"]) / (row[f"norm + linear{how}"] - row["linear"])
-            if row[f"norm + linear{how}"] > row["linear"] else float("nan")
-            for how in ("", ", compiled")
-        ]  # fmt: skip
-        linears.append([f"{row['m']} × {row['n']}", *(f"{row[s]:.0f}" for s in sides), *(f"{s:+.0%}" for s in saved)])
+    sides = list(record["linears"][0]["sides"])
+    linears = [
+        [f"{r['m']} × {r['n']}", *(spread(r["sides"][side], ".0f") for side in sides),
+         *("norm unseen" if shares is None else timing.saving(shares) for shares in r["saved"].values())]
+        for r in record["linears"]
+    ]  # fmt: skip
     wide = ["M × N", *(f"{side} µs" for side in sides), "folding saves of the norm", "the same, compiled"]
     claims = "\n".join(f"- {claim}" for claim in CLAIMS)
     missing = "\n".join(f"- {line}" for line in record["missing"]) or "- nothing"
     return (
-        f"# Norms on {record['device']}\n\n{record['dtype']}, torch {record['versions']['torch']}. The claims:\n\n"
+        f"# Norms on {record['device']}\n\n{timing.head(record)} The claims:\n\n"
         f"{claims}\n\n{timing.table(header, norms)}\nInference of a norm and the N × N linear after it:\n\n"
         f"{timing.table(wide, linears)}\nMissing:\n\n{missing}\n"
     )
@@ -166,7 +186,7 @@ def main() -> None:
         torch._dynamo.reset()
         norms += compare_norms(m, n, device, options)
         linears.append(compare_linear(m, n, device, options))
-    record = timing.facts(device) | {"norms": norms, "linears": linears, "missing": missing}
+    record = timing.facts(device, runs.git_commit()) | {"norms": norms, "linears": linears, "missing": missing}
     text = page(record)
     print(text)
     print(timing.write(options.out, "norms", device, record, text))

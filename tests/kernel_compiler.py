@@ -41,62 +41,78 @@ def tensor(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def forward_call(types: Types, centre: bool, n: int, target: str, m: int = ROWS) -> calls.Call:
-    x, parameter, statistics = (
-        tensor(m, n, dtype=types.x),
-        tensor(n, dtype=types.parameters),
-        tensor(m, dtype=torch.float32),
-    )
+def operands(types: Types, n: int, m: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """x, residual, a parameter and a statistic."""
     residual = None if types.residual is None else tensor(m, n, dtype=types.residual)
+    parameter, statistics = tensor(n, dtype=types.parameters), tensor(m, dtype=torch.float32)
+    return tensor(m, n, dtype=types.x), residual, parameter, statistics
+
+
+def forward_call(
+    types: Types, centre: bool, n: int, target: str, m: int = ROWS, aligned: bool = True, round_first: bool = True
+):
+    x, residual, parameter, statistics = operands(types, n, m)
     inputs = x, residual, parameter, parameter if centre else None
     outputs = x, residual, statistics if centre else None, statistics
-    return calls.forward(inputs, outputs, (1e-6, 0.0), centre, False, TARGETS[target].warp_size)
+    plan = launch.forward(m, n, aligned and n % 16 == 0, TARGETS[target].warp_size)
+    return calls.forward(inputs, outputs, (1e-6, 0.0), centre, round_first, plan)
 
 
-def backward_call(types: Types, centre: bool, n: int, target: str, m: int = ROWS) -> calls.Call:
-    x, parameter, statistics = (
-        tensor(m, n, dtype=types.x),
-        tensor(n, dtype=types.parameters),
-        tensor(m, dtype=torch.float32),
-    )
-    residual = None if types.residual is None else tensor(m, n, dtype=types.residual)
+WANTED = frozenset(("weight", "dtotal", "dx", "dweight", "dbias"))
+
+
+def backward_call(
+    types: Types, centre: bool, n: int, target: str, m: int = ROWS, aligned: bool = True, wanted: frozenset = WANTED
+):
+    """`wanted` are the operands that a caller may leave out; `aligned` is what the pointers are."""
+    x, residual, parameter, statistics = operands(types, n, m)
     apart = types.residual not in (None, types.x)
     mixed = apart or (types.residual is not None and types.parameters != types.x)
-    plan = launch.backward(m, n, centre, mixed, MULTIPROCESSORS[target], TARGETS[target].warp_size)
-    saved = x if residual is None else residual, parameter, statistics if centre else None, statistics
+    plan = launch.backward(
+        m, n, centre, mixed, aligned and n % 16 == 0, MULTIPROCESSORS[target], TARGETS[target].warp_size
+    )
+    weight = parameter if "weight" in wanted else None
+    saved = x if residual is None else residual, weight, statistics if centre else None, statistics
     partial = tensor(plan.programs, n, dtype=torch.float32)
-    outputs = x, residual if apart else None, partial, partial if centre else None
-    return calls.backward(plan, (x, residual), saved, outputs, 0.0)
+    dx, dresidual = (x, residual if apart else None) if "dx" in wanted else (None, None)
+    dweight = partial if wanted >= {"weight", "dweight"} else None
+    dbias = partial if centre and "dbias" in wanted else None
+    gradients = x, residual if "dtotal" in wanted else None
+    return calls.backward(plan, gradients, saved, (dx, dresidual, dweight, dbias), 0.0)
 
 
-def reduction_call(parameters: torch.dtype, n: int, target: str) -> calls.Call:
+def reduction_call(parameters: torch.dtype, n: int, target: str):
     partial, gradient = tensor(MULTIPROCESSORS[target], n, dtype=torch.float32), tensor(n, dtype=parameters)
     return calls.reduction((partial, partial), (gradient, gradient), TARGETS[target].warp_size)
 
 
-def source(call: calls.Call) -> ASTSource:
-    """What Triton's launcher would compile for these arguments, with aligned pointers."""
+def source(call: calls.Call, aligned: bool = True) -> ASTSource:
+    """What Triton's launcher would compile for these arguments; `aligned` is what the pointers are."""
     kernel, signature, attributes = call.kernel, {}, {}
     constants = dict(call.constants)
     specialised = {parameter.name: not parameter.do_not_specialize for parameter in kernel.params}
     for index, (name, value) in enumerate(zip(kernel.arg_names, call.arguments, strict=False)):
-        if value is None:
-            signature[name], constants[name] = "constexpr", None
+        if value is None or (isinstance(value, int) and value == 1 and specialised[name]):
+            signature[name], constants[name] = "constexpr", value
         elif isinstance(value, Tensor):
-            signature[name] = NAMES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            signature[name], divisible = NAMES[value.dtype], aligned
         elif isinstance(value, float):
-            signature[name] = "fp32"
+            signature[name], divisible = "fp32", False
         else:
             signature[name] = "i32" if value < 2**31 else "i64"
-            if specialised[name] and value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+            divisible = specialised[name] and value % 16 == 0
+        if signature[name] != "constexpr" and divisible:
+            attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature | dict.fromkeys(call.constants, "constexpr"), constants, attributes)
 
 
-def compiled(call: calls.Call, target: str):
+def compiled(call: calls.Call, target: str, aligned: bool = True):
     known = {name: value for name, value in call.options.items() if name != "maxnreg" or target != "gfx942"}
-    return triton.compile(source(call), target=TARGETS[target], options=known)
+    return triton.compile(source(call, aligned), target=TARGETS[target], options=known)
+
+
+def threads(call: calls.Call, target: str) -> int:
+    return call.options["num_warps"] * TARGETS[target].warp_size
 
 
 def resources(binary, target: str) -> tuple[int, int]:
@@ -125,11 +141,17 @@ def activation_bytes(binary, call: calls.Call) -> tuple[float, float]:
     return found["load"], found["store"]
 
 
+AMD_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "short": 16, "ushort": 16, "byte": 8, "ubyte": 8}
+
+
 def access_widths(binary, kind: str) -> Counter[int]:
-    """How often one thread reaches global memory in PTX, by the bits of the access; asynchronous copies are loads."""
-    found = re.findall(rf"{kind}\.global(?:\.v(\d))?\.b(\d+)", binary.asm["ptx"])
+    """How often one thread reaches global memory, by the bits of the access; asynchronous copies are loads."""
+    if "ptx" not in binary.asm:
+        names = re.findall(rf"(?:global|buffer|flat)_{kind}_(dwordx\d|[a-z]+)", binary.asm["amdgcn"])
+        return Counter(AMD_BITS[name] for name in names)
+    found = re.findall(rf"{'ld' if kind == 'load' else 'st'}\.global(?:\.v(\d))?\.b(\d+)", binary.asm["ptx"])
     widths = [int(vector or 1) * int(bits) for vector, bits in found]
-    if kind == "ld":
+    if kind == "load":
         widths += [8 * int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\..*?, (0x[0-9a-f]+),", binary.asm["ptx"])]
     return Counter(widths)
 
@@ -141,6 +163,6 @@ def resident_programs(binary, call: calls.Call, target: str) -> int:
     if target == "gfx942":  # 4 SIMD units of 512 registers for each lane, at most 8 wavefronts each
         by_registers = 4 * min(512 // rounded, 8) // call.options["num_warps"]
     else:
-        by_registers = 65_536 // (rounded * 32 * call.options["num_warps"])
+        by_registers = 65_536 // (rounded * threads(call, target))
     shared = binary.metadata.shared
     return min(by_registers, SHARED_MEMORY[target] // shared) if shared else by_registers

@@ -71,6 +71,8 @@ def definition(name: str, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Te
     learned = {key: value.detach().double() for key, value in norm.named_parameters()}
     p = SimpleNamespace(**{"weight": torch.ones(()).double(), "bias": torch.zeros(()).double()} | learned)
     real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
+    if name.startswith("bn-"):
+        x = x * real[..., None]  # a pad counts as 0
     y = torch.empty_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):

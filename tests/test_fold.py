@@ -9,6 +9,7 @@ from torch import nn
 
 from normexp.fold import fold_norms
 from normexp.model import ModelConfig, Transformer
+from normexp.norms import RMSNorm
 from normexp.placements import PostNorm, PreNorm
 from tests import tiny
 
@@ -91,6 +92,99 @@ def test_a_norm_that_cannot_be_unfolded_is_refused_by_name():
 def test_norms_that_are_more_than_a_scale_and_a_shift_are_refused_by_name(norm):
     with pytest.raises(ValueError, match=r"blocks\.0\.norm\.attn_in: \w+ does not say how to `unfold`"):
         fold_norms(tiny.model(norm))
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank correction beside it (2106.09685)."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.low_rank = linear, nn.Linear(linear.in_features, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.low_rank(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+def double(linear):
+    doubled = Doubled(linear.in_features, linear.out_features)
+    doubled.load_state_dict(linear.state_dict())
+    return doubled
+
+
+def hook(linear):
+    linear.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return linear
+
+
+READERS = {"Adapted": Adapted, "Doubled": double, "ParametrizedLinear": nn.utils.parametrizations.weight_norm}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_reader_that_is_not_a_plain_linear_layer_is_refused_by_name(kind):
+    model = trained("rms")
+    model.blocks[1].attn.q = READERS[kind](model.blocks[1].attn.q)
+    model(TOKENS)
+    with pytest.raises(ValueError, match=rf"blocks\.1\.attn\.q: is a {kind}, not a plain nn\.Linear"):
+        fold_norms(model)
+    model = trained("rms", mlp="swiglu")
+    model.head = READERS[kind](model.head)
+    with pytest.raises(ValueError, match=f"head: is a {kind}"):
+        fold_norms(model)
+
+
+@pytest.mark.parametrize("name", [r"blocks\.0\.attn\.v", r"blocks\.0\.norm\.mlp_in", "final_norm", "head"])
+def test_hooks_are_refused_by_name(name):
+    model = trained("rms")
+    hook(model.get_submodule(name.replace("\\", "")))
+    with pytest.raises(ValueError, match=f"^{name}: has forward hooks"):
+        fold_norms(model)
+
+
+class Shifted(RMSNorm):
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) + 1
+
+
+def test_a_norm_with_another_forward_does_not_inherit_how_to_unfold():
+    norm = partial(Shifted, eps=1e-6, affine=True, cast="input", kernel="auto", gain_offset=0.0)
+    model = Transformer(ModelConfig(**tiny.CONFIG), tiny.VOCABULARY, norm=norm, placement=PreNorm)
+    with pytest.raises(ValueError, match="Shifted has a `forward` of its own and the `unfold` of its base class"):
+        fold_norms(model)
+
+
+class Sandwich(PreNorm):
+    def forward(self, x, mask):
+        h = self.norm["attn_in"](x, mask)
+        x = x + self.attn(h, mask) + h  # the norm feeds the stream as well
+        return x + self.mlp(self.norm["mlp_in"](x, mask), mask)
+
+
+class Scaled(PreNorm):
+    feeds = PreNorm.feeds
+
+    def forward(self, x, mask):
+        x = x + 2 * self.attn(self.norm["attn_in"](x, mask), mask)
+        return x + self.mlp(self.norm["mlp_in"](x, mask), mask)
+
+
+def test_a_placement_with_another_forward_does_not_inherit_what_its_norms_feed():
+    with pytest.raises(ValueError, match="Sandwich has a `forward` of its own and the `feeds` of its base class"):
+        fold_norms(with_placement(Sandwich))
+    model = with_placement(Scaled)
+    torch.testing.assert_close(fold_norms(model)(TOKENS), model(TOKENS), atol=2e-5, rtol=1e-4)
+
+
+def with_placement(placement):
+    model = Transformer(ModelConfig(**tiny.CONFIG), tiny.VOCABULARY, norm=tiny.NORMS["ln"], placement=placement).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 def test_the_sites_that_a_placement_may_fold():

@@ -1,25 +1,22 @@
-"""What only a device can show: the compiled kernels' numbers, their repeatability, and rows beyond 2^31 values."""
+"""What only a device can show: the compiled kernels' numbers, their repeatability, and rows beyond 2^31 values.
 
-from dataclasses import fields, replace
+Layouts, unused outputs, misaligned pointers and canaries are in `test_kernels_memory.py`, autocast, scaling and
+sharding in `test_kernels_operations.py`, hard rows in `test_kernels_interpreted.py`: these run on a device as well.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from normexp import kernels
-from tests.kernel_cases import DTYPES, OPS, Case, assert_as_exact_as_eager, call, case, evaluate
+from tests.kernel_cases import DTYPES, OPS, assert_as_exact_as_eager, call, case, evaluate, on
 
 pytestmark = pytest.mark.gpu
 bfloat16, float32 = torch.bfloat16, torch.float32
 ROWS = [1, 2, 15, 16, 17, 131, 132, 133, 32_767, 32_768, 32_769, 65_536, 70_000]
 WIDTHS = [1, 2, 3, 41, 127, 128, 129, 255, 256, 257, 1023, 1024, 2048, 4096, 5120, 8192, 12_288, 16_384, 16_385]
 WIDEST = [32_768, 65_536, 65_537, 131_072]
-
-
-def on(made: Case, device: str) -> Case:
-    values = {field.name: getattr(made, field.name) for field in fields(made)}
-    return replace(
-        made, **{name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

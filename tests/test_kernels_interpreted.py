@@ -1,21 +1,22 @@
-"""The fused kernels, forward and backward, in Triton's interpreter.
+"""The fused kernels, forward and backward, in Triton's interpreter; and, marked `gpu`, the same tests on a device.
 
 `test_kernels.py` runs this file in a process of its own: TRITON_INTERPRET must be set before the kernels are decorated,
 and the other tests must not see it.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernel_cases import DTYPES, OPS, assert_as_exact_as_eager, call, case, error, evaluate, oracle
+from tests.kernel_cases import DEVICE, DTYPES, INTERPRETED, OPS, error, evaluate, oracle
+from tests.kernel_device import assert_exact, case
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("run by test_kernels.py with TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+if not INTERPRETED:
+    pytestmark = pytest.mark.gpu
 
-from normexp.kernels import calls, fused
+from normexp.kernels import fused
 
 bfloat16, float16, float32, float64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [
@@ -39,8 +40,10 @@ WIDEST_SHAPES = [(1, 65_536), (1, 65_537), (1, 131_072)]
 ROWS = [1, 2, 15, 16, 17, 70_000, *(pytest.param(m, marks=pytest.mark.slow) for m in (32_767, 32_768, 32_769, 65_536))]
 
 
-def assert_exact(made) -> None:
-    assert_as_exact_as_eager(made, "triton", truncated=True)
+@pytest.fixture(autouse=True)
+def here():
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,6 +95,12 @@ def test_a_wider_residual_stream(op, shape):
     assert [found[name].dtype for name in ("y", "total", "dx", "dresidual")] == [bfloat16, float32, bfloat16, float32]
 
 
+@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"])
+def test_what_is_normalised_is_the_sum_as_it_is_stored(op):
+    for shape in (9, 41), (2, 40_000):
+        assert_exact(case(op, shape, float32, residual_dtype=bfloat16))
+
+
 @pytest.mark.parametrize("rows", [1024, 4096, pytest.param(131_072, marks=pytest.mark.slow)])
 def test_the_error_of_dweight_grows_with_the_root_of_the_rows_only(rows, monkeypatch):
     monkeypatch.setattr(fused, "multiprocessors_and_lanes", lambda _: (16, 32))  # 128 partial sums
@@ -109,7 +118,7 @@ HARD_ROWS = {
     "zero": lambda: torch.zeros(4, 128),
     "tiny": lambda: 1e-25 * torch.randn(4, 128),
     "1e18": lambda: 1e18 * torch.randn(4, 8).sign(),
-    "large mean, looped": lambda: 100 + 0.1 * torch.randn(1, 40_000),
+    "large mean, looped": lambda: 100 + 0.1 * torch.randn(1, 400_000),
 }
 
 
@@ -163,107 +172,3 @@ def test_a_nan_stays_in_its_row_and_column():
     assert torch.equal(found["dx"][others], clean["dx"][others])
     made.x[4, 7] = torch.nan
     assert evaluate(made, "triton")["y"].isnan().any(-1).nonzero().tolist() == [[4]]
-
-
-def test_nothing_is_written_outside_the_outputs(monkeypatch):
-    """Every buffer that the operations allocate lies between canaries; N is odd and no tile is full."""
-    empty, guarded = torch.empty, []
-
-    def empty_between_canaries(size, dtype, device):
-        buffer = torch.full((empty(size).numel() + 256,), 77.0, dtype=dtype, device=device)
-        guarded.append(buffer)
-        return buffer[128:-128].view(empty(size).shape)
-
-    monkeypatch.setattr(fused.torch, "empty", empty_between_canaries)
-    for op in OPS:
-        for shape in (5, 41), (3, 16_385):
-            evaluate(case(op, shape, bfloat16, residual_dtype=float32), "triton")
-    assert len(guarded) > 40
-    assert all((buffer[:128] == 77).all() and (buffer[-128:] == 77).all() for buffer in guarded)
-
-
-def test_a_misaligned_base_pointer():
-    buffer = torch.randn(1 + 5 * 41)
-    made = case("rms_norm", (5, 41))
-    assert_exact(replace(made, x=buffer[1:].view(5, 41), dy=buffer.flip(0)[1:].view(5, 41)))
-
-
-LAYOUTS = {
-    "strided columns": lambda: torch.randn(6, 5, 82)[..., ::2],
-    "part of a fused qkv": lambda: torch.randn(6, 5, 123)[..., 41:82],
-    "transposed rows": lambda: torch.randn(5, 6, 41).transpose(0, 1),
-    "transposed matrix": lambda: torch.randn(41, 5, 6).permute(2, 1, 0),
-    "expanded row": lambda: torch.randn(41).expand(6, 5, 41),
-    "expanded number": lambda: torch.ones(()).expand(6, 5, 41),
-}
-
-
-@pytest.mark.parametrize("where", ["x", "residual", "dy", "dtotal"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(where, layout):
-    assert_exact(replace(case("add_layer_norm", (6, 5, 41)), **{where: LAYOUTS[layout]()}))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_gradients_are_left_as_they_are_and_repeat_bitwise(op):
-    made = case(op, (40, 129), bfloat16)
-    before = made.dy.clone(), None if made.dtotal is None else made.dtotal.clone()
-    first, second = evaluate(made, "triton"), evaluate(made, "triton")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert torch.equal(made.dy, before[0])
-    assert before[1] is None or torch.equal(made.dtotal, before[1])
-
-
-def test_one_graph_takes_two_backward_passes_and_two_consumers():
-    made = case("rms_norm", (9, 41))
-    x = made.x.clone().requires_grad_()
-    (y,) = call(made, "triton", x, None, made.weight, None)
-    once = torch.autograd.grad(y, x, made.dy, retain_graph=True)[0]
-    again = torch.autograd.grad(y, x, made.dy, retain_graph=True)[0]
-    assert torch.equal(once, again)
-    (y * made.dy + y * made.dy).sum().backward()
-    torch.testing.assert_close(x.grad, 2 * once)
-
-
-@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"])
-def test_any_of_the_two_outputs_may_be_unused(op, used, monkeypatch):
-    made = case(op, (9, 41))
-    found, expected = [], []
-    for kernel, results in ("torch", expected), ("triton", found):
-        if kernel == "triton" and not used[0]:
-            monkeypatch.setattr(fused, "norm_backward", None)  # the sum alone needs no kernel
-        leaves = [made.x.clone(), made.residual.clone(), made.weight.clone()]
-        x, residual, weight = (leaf.requires_grad_() for leaf in leaves)
-        outputs = call(made, kernel, x, residual, weight, made.bias)
-        chosen = [(o, g) for o, g, use in zip(outputs, (made.dy, made.dtotal), used, strict=True) if use]
-        if chosen:
-            torch.autograd.backward(*zip(*chosen, strict=True))
-        results += [leaf.grad for leaf in (x, residual, weight)]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.allclose(ours, theirs, atol=1e-5)
-
-
-def test_an_unused_gradient_is_not_materialised(monkeypatch):
-    seen = []
-    backward = fused.norm_backward
-    monkeypatch.setattr(fused, "norm_backward", lambda *a: seen.append(a[1]) or backward(*a))
-    made = case("add_rms_norm", (3, 41))
-    y, _ = call(made, "triton", made.x.requires_grad_(), made.residual, made.weight, None)
-    y.sum().backward()
-    assert seen == [None]
-
-
-def test_what_is_frozen_is_not_computed(monkeypatch):
-    outputs, reductions = [], []
-    backward, reduction = calls.backward, calls.reduction
-    monkeypatch.setattr(calls, "backward", lambda *a: outputs.append(a[3]) or backward(*a))
-    monkeypatch.setattr(calls, "reduction", lambda *a: reductions.append(a) or reduction(*a))
-    made = case("rms_norm", (3, 41))
-    call(made, "triton", made.x.clone().requires_grad_(), None, made.weight, None)[0].sum().backward()
-    assert outputs[0][2:] == (None, None)
-    assert not reductions
-    call(made, "triton", made.x, None, made.weight.clone().requires_grad_(), None)[0].sum().backward()
-    assert outputs[1][0] is None
-    assert len(reductions) == 1

@@ -1,21 +1,25 @@
 """The fused kernels as operations of PyTorch: autograd, torch.compile, checkpointing, scaling, sharding.
 
-Interpreted like `test_kernels_interpreted.py`, and run by `test_kernels.py` in the same way.
+Interpreted like `test_kernels_interpreted.py`, run by `test_kernels.py` in the same way, and on a device when marked.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.testing._internal.logging_tensor import LoggingTensor
 from torch.utils.checkpoint import checkpoint
 
 from normexp import kernels
-from tests.kernel_cases import OPS, call, case, evaluate
+from tests.kernel_cases import DEVICE, INTERPRETED, OPS, call, check_refusals, evaluate
+from tests.kernel_device import case
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("run by test_kernels.py with TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+if not INTERPRETED:
+    pytestmark = pytest.mark.gpu
 
 from normexp.kernels import fused
 
@@ -27,6 +31,12 @@ OPERATIONS = {  # residual's type, weight, bias, centre
     "add_rms_norm": (torch.bfloat16, True, False, False),
     "add_layer_norm": (float32, True, True, True),
 }
+
+
+@pytest.fixture(autouse=True)
+def here():
+    with torch.device(DEVICE):
+        yield
 
 
 def operands(residual_dtype, weight, bias, centre, dtype=torch.bfloat16):
@@ -118,6 +128,27 @@ def test_a_compiled_block_is_one_graph(backend):
     assert fused == [2, 2]  # one graph for each number of dimensions, not for each number of rows
 
 
+def test_the_compiled_backward_is_the_fused_one():
+    """Were it the formula's, one graph would still be one graph."""
+    graphs = {"forward": [], "backward": []}
+
+    def keep(which):
+        def compiler(graph, inputs):
+            graphs[which].append([str(node.target) for node in graph.graph.nodes])
+            return make_boxed_func(graph)
+
+        return compiler
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
+    block = Block()
+    gradients(torch.compile(block, fullgraph=True, backend=backend), torch.randn(6, 24), torch.randn(6, 24))
+    ((forward,), (backward,)) = graphs["forward"], graphs["backward"]
+    assert [forward.count(f"normexp.{name}.default") for name in ("norm", "norm_backward")] == [2, 0]
+    assert [backward.count(f"normexp.{name}.default") for name in ("norm", "norm_backward")] == [0, 2]
+    assert not [name for name in forward + backward if "rsqrt" in name]
+
+
 def test_the_fake_operation_allocates_like_the_real_one():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -145,12 +176,12 @@ def test_checkpointing_changes_nothing(use_reentrant):
 
 def test_float16_autocast_and_a_scaler():
     """Under autocast the projections give float16; the norm keeps it, with float32 parameters and their gradients."""
-    block, scaler = Block(), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    block, scaler = Block(), torch.amp.GradScaler(DEVICE, init_scale=2.0**8)
     optimiser = torch.optim.SGD(block.parameters(), lr=0.1)
     x, residual = torch.randn(6, 24), torch.randn(6, 24)
     plain = gradients(block, x, residual)
     block.zero_grad()
-    with torch.autocast("cpu", dtype=float16):
+    with torch.autocast(DEVICE, dtype=float16):
         loss = block(x, residual).square().sum()
     scaler.scale(loss).backward()
     scaler.unscale_(optimiser)
@@ -160,20 +191,20 @@ def test_float16_autocast_and_a_scaler():
 
 
 def test_transforms_of_torch_func_are_refused():
-    def loss(x):
-        return kernels.rms_norm(x, None, 1e-6, cast="input", kernel="triton").sum()
+    """All of them: vmap would run row by row, and the tangent of jvp would be 0 without a word."""
 
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(loss)(torch.randn(3, 24))
+    def norm(x):
+        return kernels.rms_norm(x, None, 1e-6, cast="input", kernel="triton")
 
-
-def test_wrong_shapes_are_refused_before_they_are_read():
-    made = case("add_layer_norm", (3, 24))
-    for name, wrong in ("weight", torch.ones(23)), ("bias", torch.ones(24, 1)), ("residual", torch.ones(24)):
-        with pytest.raises(ValueError, match=f"{name} has shape"):
-            evaluate(replace(made, **{name: wrong}), "triton")
-    with pytest.raises(TypeError, match="int64"):
-        kernels.rms_norm(torch.ones(3, 24, dtype=torch.int64), None, 1e-6, cast="input", kernel="triton")
+    x = torch.randn(3, 24)
+    for transform in (
+        lambda: torch.func.grad(lambda x: norm(x).sum())(x),
+        lambda: torch.func.vmap(norm)(x),
+        lambda: torch.func.jvp(norm, (x,), (x,)),
+        lambda: torch.func.vjp(norm, x),
+    ):
+        with pytest.raises(RuntimeError, match=r"torch\.func does not see through the fused norms"):
+            transform()
 
 
 def test_a_parameter_may_have_a_stride():
@@ -183,21 +214,54 @@ def test_a_parameter_may_have_a_stride():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_fully_sharded_parameters(tmp_path):
-    """FSDP2 hands the module plain tensors, gathered from its DTensors, inside forward and backward."""
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_operands_are_refused_before_they_are_read(op):
+    check_refusals(case(op, (3, 24), torch.bfloat16), "triton")
+
+
+def test_a_subclass_among_the_operands_is_seen(monkeypatch):
+    """It may hold its values anywhere, so it is asked through the operation, and no address is taken of it."""
+    made = case("add_layer_norm", (3, 24))
+    expected = evaluate(made, "triton")["y"]
+    monkeypatch.setattr(fused, "Norm", None)
+    for name in "x", "residual", "weight", "bias":
+        other = {name: LoggingTensor(getattr(made, name))}
+        y, _ = call(made, "triton", *(other.get(n, getattr(made, n)) for n in ("x", "residual", "weight", "bias")))
+        assert torch.equal(y.elem, expected)
+
+
+@pytest.fixture
+def mesh(tmp_path):
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    init_process_group(backend, init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield init_device_mesh(DEVICE, (1,))
+    destroy_process_group()
+
+
+def test_fully_sharded_parameters(mesh):
+    """FSDP2 hands the module plain tensors, gathered from its DTensors, inside forward and backward."""
     from torch.distributed.fsdp import fully_shard
 
-    init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        block, x, residual = Block(), torch.randn(6, 24), torch.randn(6, 24)
-        plain = gradients(block, x, residual)
-        sharded = gradients(fully_shard(block, mesh=init_device_mesh("cpu", (1,))), x, residual)
-        for ours, expected in zip(sharded, plain, strict=True):
-            torch.testing.assert_close(ours.full_tensor(), expected)
-    finally:
-        destroy_process_group()
+    block, x, residual = Block(), torch.randn(6, 24), torch.randn(6, 24)
+    plain = gradients(block, x, residual)
+    sharded = gradients(fully_shard(block, mesh=mesh), x, residual)
+    for ours, expected in zip(sharded, plain, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("kernel", ["triton", "torch"])
+def test_distributed_beside_plain_tensors_are_refused(mesh, kernel):
+    """Their address is not that of the values."""
+    from torch.distributed.tensor import distribute_tensor
+
+    made = case("add_layer_norm", (3, 24))
+    for name in "x", "residual", "weight", "bias":
+        other = {name: distribute_tensor(getattr(made, name), mesh)}
+        with pytest.raises(TypeError, match="distribute both, or neither"), torch.no_grad():
+            call(made, kernel, *(other.get(n, getattr(made, n)) for n in ("x", "residual", "weight", "bias")))
 
 
 def test_the_fused_module_is_what_ran(monkeypatch):

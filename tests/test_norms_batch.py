@@ -192,3 +192,15 @@ def test_the_shares_of_switchable_norm():
     shares = norm.shares()
     torch.testing.assert_close(shares["mean/bn"], torch.tensor(1.0).sigmoid())
     assert not any(share.requires_grad for share in shares.values())
+
+
+@pytest.mark.parametrize("name", [f"bn-{stats}" for stats in STATISTICS])
+def test_an_infinite_pad_does_not_reach_real_tokens(name):
+    """Statistics of a single token blow pads up from norm to norm, and 0 · ∞ is no 0."""
+    norm, x, mask = ALL[name](DIM).train(), inputs(), right_mask([12, 7, 9, 12])
+    clean = norm(x, mask)
+    blown = x.masked_fill(~mask.unsqueeze(-1), torch.inf).requires_grad_()
+    y = norm(blown, mask)
+    assert torch.equal(y[mask], clean[mask])
+    y[mask].sum().backward()
+    assert torch.isfinite(blown.grad[mask]).all()

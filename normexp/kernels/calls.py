@@ -39,18 +39,26 @@ def row_stride(x: Tensor | None) -> int:
 Maybe = Tensor | None
 
 
+def aligned(*tensors: Maybe) -> bool:
+    """Whether addresses, row strides and the width are multiples of 16, which is what Triton compiles for."""
+    return not any(
+        tensor.data_ptr() % 16 or tensor.shape[-1] % 16 or (tensor.ndim > 1 and tensor.stride(0) % 16)
+        for tensor in tensors
+        if tensor is not None
+    )
+
+
 def forward(
     inputs: tuple[Tensor, Maybe, Maybe, Maybe],
     outputs: tuple[Tensor, Maybe, Maybe, Tensor],
     numbers: tuple[float, float],
     centre: bool,
     round_first: bool,
-    lanes: int,
+    plan: launch.Launch,
 ) -> Call:
     """inputs are x, residual (M, N), weight, bias; outputs y, total, mean, rstd; numbers eps and the gain's offset."""
     x, residual, _, _ = inputs
     m, n = x.shape
-    plan = launch.forward(m, n, lanes)
     return Call(
         triton_forward.forward_looped if plan.looped else triton_forward.forward,
         plan.programs,

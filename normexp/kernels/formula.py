@@ -14,10 +14,13 @@ from torch import Tensor
 Cast = Literal["input", "float32"]
 
 
-def traced(x: Tensor) -> bool:
+PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def traced(*tensors: Tensor | None) -> bool:
     """Whether something looks through the program at its operations: a compiler, torch.func, a tensor subclass."""
-    plain = type(x) in (Tensor, torch.nn.Parameter)
-    return not plain or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return seen or any(type(tensor) not in PLAIN for tensor in tensors)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,6 @@ from normexp.kernels import calls, formula, launch
 from normexp.kernels.formula import Cast
 
 INTERPRETED_MULTIPROCESSORS = 2  # a small persistent grid, so that one interpreted program works on several rows
-DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -77,12 +76,12 @@ def norm_forward(
     results = allocate_forward(x, residual, weight, bias, eps, gain_offset, centre, round_first)
     if x.numel():
         y, total, mean, rstd = results
+        inputs = as_rows(x), maybe_rows(residual), packed(weight), packed(bias)
         _, lanes = multiprocessors_and_lanes(x.device.index)
-        call = calls.forward(
-            (as_rows(x), maybe_rows(residual), packed(weight), packed(bias)),
-            (y, given(total), given(mean), rstd),
-            (eps, gain_offset), centre, round_first, lanes,
-        )  # fmt: skip
+        m, n = inputs[0].shape
+        plan = launch.forward(m, n, calls.aligned(*inputs), lanes)
+        outputs = y, given(total), given(mean), rstd
+        call = calls.forward(inputs, outputs, (eps, gain_offset), centre, round_first, plan)
         with on_device(x):
             call.run()
     return results
@@ -119,12 +118,13 @@ def norm_backward(
     multiprocessors, lanes = multiprocessors_and_lanes(x.device.index)
     m, n = rows.shape
     types = {x.dtype, input_type} if dtotal is None or weight is None else {x.dtype, input_type, weight.dtype}
-    plan = launch.backward(m, n, mean is not None, len(types) > 1, multiprocessors, lanes)
+    gradients = as_rows(dy), maybe_rows(dtotal)
+    saved = rows, packed(weight), mean, rstd
+    aligned = calls.aligned(*gradients, *saved[:2])
+    plan = launch.backward(m, n, mean is not None, len(types) > 1, aligned, multiprocessors, lanes)
     wanted = want_dweight, bias_type is not None
     partials = torch.empty((sum(wanted), plan.programs, n), dtype=rstd.dtype, device=x.device)
     sums = partials[0] if want_dweight else None, partials[-1] if bias_type else None
-    gradients = as_rows(dy), maybe_rows(dtotal)
-    saved = rows, packed(weight), mean, rstd
     with on_device(x):
         calls.backward(plan, gradients, saved, (given(dx), given(dresidual), *sums), gain_offset).run()
         if any(wanted):
@@ -158,7 +158,7 @@ def fused_gradients(ctx: Any, dy: Tensor, dtotal: Tensor | None) -> Gradients:
     x, weight, bias, mean, rstd = ctx.saved_tensors
     _, offset, centre, _ = ctx.numbers
     want_x, want_residual, want_weight, want_bias, *_ = ctx.needs_input_grad
-    compute = torch.ops.normexp.norm_backward if formula.traced(dy) else norm_backward
+    compute = torch.ops.normexp.norm_backward if formula.traced(dy, dtotal, x, weight) else norm_backward
     dx, dresidual, dweight, dbias = compute(
         dy, dtotal, x, weight, mean if centre else None, rstd, offset, ctx.input_type,
         want_x or want_residual, want_weight, bias.dtype if want_bias else None,
@@ -210,26 +210,22 @@ torch.library.register_fake("normexp::norm_backward", allocate_backward, lib=lib
 torch.library.register_autograd("normexp::norm", backward, setup_context=save_operation, lib=library)
 
 
-def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
-    """A kernel reads past the end of a tensor of another shape without a word."""
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x has type {x.dtype}; the fused norms take float32, bfloat16 and float16")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}; they must be equal")
-    for name, parameter in ("weight", weight), ("bias", bias):
-        if parameter is not None and parameter.shape != x.shape[-1:]:
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}; the width of x is {x.shape[-1]}")
-    for name, tensor in ("residual", residual), ("weight", weight), ("bias", bias):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+def run(arguments: tuple[Any, ...]) -> Any:
+    """Of `Norm` or, where something looks on, of the operation: y first, then total."""
+    if torch._C._are_functorch_transforms_active():  # torch.func.jvp of an operation is silently 0
+        raise RuntimeError(
+            "torch.func does not see through the fused norms; use norm.kernel=torch under its transforms"
+        )
+    if formula.traced(*arguments[:4]):
+        return torch.ops.normexp.norm(*arguments)
+    return Norm.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def norm(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, cast: Cast
 ) -> Tensor:
-    check(x, None, weight, bias)
-    arguments = x, None, weight, bias, eps, offset, op == "layer_norm", cast == "input"
-    y: Tensor = torch.ops.normexp.norm(*arguments)[0] if formula.traced(x) else Norm.apply(*arguments)  # type: ignore[no-untyped-call]
+    found = run((x, None, weight, bias, eps, offset, op == "layer_norm", cast == "input"))
+    y: Tensor = found[0] if isinstance(found, tuple) else found
     return y
 
 
@@ -243,7 +239,5 @@ def add_norm(
     offset: float,
     cast: Cast,
 ) -> tuple[Tensor, Tensor]:
-    check(x, residual, weight, bias)
-    arguments = x, residual, weight, bias, eps, offset, op == "layer_norm", cast == "input"
-    y, total = torch.ops.normexp.norm(*arguments)[:2] if formula.traced(x) else Norm.apply(*arguments)  # type: ignore[no-untyped-call]
+    y, total, *_ = run((x, residual, weight, bias, eps, offset, op == "layer_norm", cast == "input"))
     return y, total

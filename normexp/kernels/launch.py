@@ -1,7 +1,8 @@
 """How the fused kernels are launched: a fixed function of the problem, never timed, so that a run repeats bitwise.
 
-m rows, n columns, lanes threads in a warp (32 on CUDA, 64 on CDNA). The limits are where the compiled kernels begin to
-spill registers to memory, and registers x threads x programs keep a persistent grid resident; the tests check both.
+m rows, n columns, lanes threads in a warp (32 on CUDA, 64 on CDNA); aligned: every row begins at a multiple of 16, of
+bytes and of elements, so that accesses are 128 bits wide. The limits are where the compiled kernels begin to spill
+registers to memory, and registers x threads x programs keep a persistent grid resident; the tests check both.
 """
 
 from dataclasses import dataclass
@@ -32,16 +33,22 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def forward(m: int, n: int, lanes: int) -> Launch:
-    """One row per program from 1,024 columns up, several below; 32 values per thread are 4 to 8 loads in flight."""
+def forward(m: int, n: int, aligned: bool, lanes: int) -> Launch:
+    """One row per program from 1,024 columns up, several below; 32 values per thread are 4 to 8 loads in flight.
+
+    Unaligned values have an address and a mask each, which take registers: 16 of them, as far as 512 threads go.
+    """
     if n > FORWARD_BLOCK:
         return Launch(1, LOOP_BLOCK, 512 // lanes, m, looped=True)
     block = max(next_power_of_two(n), 16)
-    rows = 1 if block >= 1024 else 2048 // block
-    return Launch(rows, block, max(rows * block // 32 // lanes, 1), ceil_div(m, rows))
+    values = 32 if aligned or block > 8192 else 16
+    rows = 1 if block >= 32 * values else 64 * values // block
+    threads = max(rows * block // values, lanes)
+    limit = None if aligned or rows > 1 or threads > 512 else 128
+    return Launch(rows, block, threads // lanes, ceil_div(m, rows), registers=limit)
 
 
-def backward(m: int, n: int, centre: bool, mixed: bool, multiprocessors: int, lanes: int) -> Launch:
+def backward(m: int, n: int, centre: bool, mixed: bool, aligned: bool, multiprocessors: int, lanes: int) -> Launch:
     """A persistent grid: each program sums the weight's gradient of many rows in registers and writes it once.
 
     Few programs per multiprocessor, because each writes a float32 row that is read again, and 8 values of a row per
@@ -49,6 +56,8 @@ def backward(m: int, n: int, centre: bool, mixed: bool, multiprocessors: int, la
     (centre) sums two gradients; with a residual and several types (mixed) there are more values to hold.
     """
     block = max(next_power_of_two(n), 16)
+    if not aligned:
+        return unaligned_backward(m, block, centre and mixed, multiprocessors, lanes)
     if block > (BACKWARD_BLOCK if centre or mixed else REREAD_BLOCK):
         return Launch(2, LOOP_BLOCK, 512 // lanes, min(multiprocessors, ceil_div(m, 2)), looped=True)
     rows = max(1024 // block, 1)
@@ -58,6 +67,19 @@ def backward(m: int, n: int, centre: bool, mixed: bool, multiprocessors: int, la
     threads = max(min(rows * block // 8, 512), lanes)
     stages = 2 if rows == 1 else 1
     return Launch(rows, block, threads // lanes, programs, stages, registers=128 if threads == 512 else 80)
+
+
+def unaligned_backward(m: int, block: int, crowded: bool, multiprocessors: int, lanes: int) -> Launch:
+    """Each value has an address and a mask of its own, so a thread holds fewer of them in more registers."""
+    if block > BACKWARD_BLOCK:
+        return Launch(1, LOOP_BLOCK, 512 // lanes, min(multiprocessors, m), looped=True)
+    if block > 2048:
+        return Launch(1, block, 1024 // lanes, min(multiprocessors, m), registers=64)
+    rows = max((256 if crowded else 512) // block, 1)
+    threads = max(block // 8, 128)
+    return Launch(
+        rows, block, threads // lanes, min(512 // threads * multiprocessors, ceil_div(m, rows)), registers=128
+    )
 
 
 def reduction(partial_rows: int, n: int, lanes: int) -> Launch:

@@ -1,13 +1,16 @@
 """Timing for the benchmarks: several providers in turn in one run, and the bandwidth of a plain copy beside them.
 
 A CUDA figure is device time between two events, over inputs that rotate through more memory than the L2 cache holds,
-with the host far enough ahead that launches leave no gaps. A CPU figure is wall time on one thread. Both are medians.
+with the host far enough ahead that launches leave no gaps. A CPU figure is wall time on one thread. Providers take
+turns, so that a ratio is one of each round's pair; medians stand with their quartiles.
 """
 
+import datetime
 import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,14 +43,30 @@ def rotations(bytes_per_call: int, device: torch.device) -> int:
 Name = TypeVar("Name")
 
 
-def measure(steps: dict[Name, Step], device: torch.device, rounds: int, calls: int) -> dict[Name, float]:
-    """Median seconds per call of each step; every round times each of them once, in blocks of `calls`."""
+def measure(steps: dict[Name, Step], device: torch.device, rounds: int, calls: int) -> dict[Name, list[float]]:
+    """Seconds per call of each step, one value a round; a round times each of them once, in a block of `calls`."""
     block = _device_block if device.type == "cuda" else _wall_block
     for step in steps.values():
         for number in range(2):
             step(number)
     times = [{name: block(step, calls) for name, step in steps.items()} for _ in range(rounds)]
-    return {name: statistics.median(each[name] for each in times) for name in steps}
+    return {name: [each[name] for each in times] for name in steps}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [time / other for time, other in zip(times, others, strict=True)]
+
+
+def saving(shares: Sequence[float]) -> str:
+    """A share that is saved, as its median and quartiles in percent; `within noise` where these have both signs."""
+    low, middle, high = quartiles(shares)
+    return "within noise" if low <= 0 <= high else f"{middle:+.0%} ({low:+.0%} … {high:+.0%})"
 
 
 def _wall_block(step: Step, calls: int) -> float:
@@ -86,8 +105,8 @@ def copy_bandwidth(device: torch.device, rounds: int) -> float:
     """Bytes per second, read and written, of `Tensor.copy_` between buffers larger than any cache."""
     source = torch.ones(COPY_BYTES // 4, device=device)
     targets = [torch.empty_like(source) for _ in range(2)]
-    seconds = measure({"copy": lambda number: targets[number % 2].copy_(source)}, device, rounds, 4)["copy"]
-    return 2 * COPY_BYTES / seconds
+    times = measure({"copy": lambda number: targets[number % 2].copy_(source)}, device, rounds, 4)["copy"]
+    return 2 * COPY_BYTES / statistics.median(times)
 
 
 def versions() -> dict[str, str]:
@@ -102,10 +121,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def facts(device: torch.device) -> dict[str, Any]:
+def facts(device: torch.device, commit: str | None) -> dict[str, Any]:
     """What a benchmark's record says of itself: GPUs are measured in bfloat16, CPUs in float32."""
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return {"device": device_name(device), "dtype": dtype, "versions": versions()}
+    return {
+        "device": device_name(device),
+        "dtype": "bfloat16" if device.type == "cuda" else "float32",
+        "versions": versions(),
+        "git_commit": commit,
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+    }
+
+
+def head(record: dict[str, Any]) -> str:
+    return (
+        f"{record['dtype']}, torch {record['versions']['torch']}. {record['date']}, `{record['command']}`, "
+        f"commit {record['git_commit'] or 'unknown'}. Medians, with quartiles in brackets."
+    )
 
 
 def write(folder: Path, name: str, device: torch.device, record: dict[str, Any], text: str) -> Path:

@@ -137,6 +137,7 @@ def backward_looped(
             )
             projection += block_projection
             average += block_average
+        tl.debug_barrier()  # the partial sums are read below by other threads than those that wrote them, a tile ago
         for block in range(0, N, BLOCK):
             column = block + tl.arange(0, BLOCK)
             row, inside = tile_rows(start, column, M, N, ROWS)

@@ -75,18 +75,24 @@ def forward(
 
 
 @triton.jit
-def merge_moments(average, square, count, value, inside, CENTRE: tl.constexpr):
-    """Adds a block to the running (mean, sum of squared deviations) of `count` values: Chan et al. 1979."""
+def merge_moments(average, low, square, count, value, inside, CENTRE: tl.constexpr):
+    """Adds a block to the running mean and sum of squared deviations of `count` values: Chan et al. 1979.
+
+    The mean is average + low: rounded after every block, a large mean would be wrong by several units.
+    """
     if CENTRE:
         size = tl.sum(inside.to(value.dtype), 1)
-        block_average = tl.sum(value, 1) / size
-        centred = tl.where(inside, value - block_average[:, None], 0.0)
-        difference = block_average - average
-        square += tl.sum(centred * centred, 1) + difference * difference * (count * size / (count + size))
-        average += difference * (size / (count + size))
+        value = tl.where(inside, value - average[:, None], 0.0)
+        difference = tl.sum(value, 1) / size
+        centred = tl.where(inside, value - difference[:, None], 0.0)
+        apart = difference - low
+        square += tl.sum(centred * centred, 1) + apart * apart * (count * size / (count + size))
+        step = low + apart * (size / (count + size))
+        low = step - (average + step - average)
+        average += step
     else:
         square += tl.sum(value * value, 1)
-    return average, square
+    return average, low, square
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -97,17 +103,19 @@ def forward_looped(
     """One row per program (ROWS = 1) in column blocks; the second reading of the row comes from the L2 cache."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     average = tl.zeros([ROWS], WIDE)
+    low = tl.zeros([ROWS], WIDE)
     square = tl.zeros([ROWS], WIDE)
     for start in range(0, N, BLOCK):
         column = start + tl.arange(0, BLOCK)
         row, inside = tile_rows(first, column, M, N, ROWS)
         value = load_input(x, residual, total, row, column, inside, N, x_stride, residual_stride, WIDE)
-        average, square = merge_moments(average, square, start, value, inside, CENTRE)
+        average, low, square = merge_moments(average, low, square, start, value, inside, CENTRE)
     scale = tl.rsqrt(square / N + eps)
     row = first + tl.arange(0, ROWS)
     tl.store(rstd + row, scale, mask=row < M)
     if CENTRE:
         tl.store(mean + row, average, mask=row < M)
+    tl.debug_barrier()  # `total` is read below by other threads than those that wrote it
     for start in range(0, N, BLOCK):
         column = start + tl.arange(0, BLOCK)
         row, inside = tile_rows(first, column, M, N, ROWS)

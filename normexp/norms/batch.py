@@ -58,7 +58,7 @@ class BatchNorm(RunningStatistics):
     `position`: the B tokens at each position; running statistics (T, C). Causal.
     `cumulative`: the tokens of all samples at positions ≤ t; running statistics (C), of the last position. Causal.
 
-    Only real tokens count when `mask_padding`; pads are still normalised, by the statistics of the real ones. The
+    Only real tokens count when `mask_padding`; pads are taken as 0 and normalised like the real ones. The
     biased variance normalises.
     """
 
@@ -94,6 +94,7 @@ class BatchNorm(RunningStatistics):
             return self._dense(x, own)
         values = wide(x)
         if own:
+            values = without_pads(values, mask)
             mean, var = self._statistics(values, mask)
         else:
             mean, var = self.running_mean[: x.shape[1]], self.running_var[: x.shape[1]]
@@ -131,7 +132,7 @@ class BatchNorm(RunningStatistics):
 
 def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Number of real tokens (1), their mean (C) and sum of squared deviations (C), in two passes."""
-    real = torch.ones_like(x[..., :1]) if mask is None else mask.unsqueeze(-1).to(x.dtype)
+    real = _real(x, mask)
     count = real.sum((0, 1))
     mean = (x * real).sum((0, 1)) / count.clamp(min=1)
     return count, mean, ((x - mean).square() * real).sum((0, 1))
@@ -139,11 +140,20 @@ def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 def moments_per_position(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Number of real tokens (T, 1), mean (T, C) and sum of squared deviations (T, C) over B, in two passes."""
-    real = torch.ones_like(x[..., :1]) if mask is None else mask.unsqueeze(-1).to(x.dtype)
+    real = _real(x, mask)
     count = real.sum(0)
     mean = (x * real).sum(0) / count.clamp(min=1)
-    square = ((x - mean).square() * real).sum(0)
-    return count, mean, square
+    return count, mean, ((x - mean).square() * real).sum(0)
+
+
+def _real(x: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(x[..., :1]) if mask is None else mask.unsqueeze(-1).to(x.dtype)
+
+
+def without_pads(x: Tensor, mask: Tensor | None) -> Tensor:
+    """0 at pads, which no loss sees: statistics of a single token would blow them up from norm to norm, and 0 · ∞ is
+    no 0."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
 def accumulate(count: Tensor, mean: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor]:

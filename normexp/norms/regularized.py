@@ -7,7 +7,7 @@ from torch import Tensor
 
 from normexp.fields import NonNegativeFloat, PositiveFloat, UnitInterval
 from normexp.norms.batch import BatchNorm, RunningStatistics, moments
-from normexp.norms.common import scaled, wide
+from normexp.norms.common import Unfolded, scaled, wide
 
 
 class RegularizedBatchNorm(BatchNorm):
@@ -45,6 +45,9 @@ class RegularizedBatchNorm(BatchNorm):
 
     def problem(self, rows: int, context: int) -> str | None:
         return RunningStatistics.problem(self, rows, context)
+
+    def unfold(self, dim: int) -> Unfolded:
+        return super().unfold(dim)  # in evaluation it is a BatchNorm
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.frozen or not self.training:
