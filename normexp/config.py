@@ -242,6 +242,7 @@ def norm_path(config: Config) -> str:
     kernel = config.resolved["norm"].get("kernel", "torch")
     dtype = getattr(torch, config.train.dtype)
     try:
-        return kernels.path(kernel, config.device, dtype, config.model.width, f"norm={config.cell['norm']}")
+        op = f"norm={config.cell['norm']}"
+        return kernels.path(kernel, config.device, dtype, config.model.width, op, config.train.compile)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"norm.kernel={kernel}: {error}") from error

@@ -102,18 +102,19 @@ def _bca(values: NDArray[np.float64], level: float) -> Interval:
     return float(found.low), float(found.high)
 
 
-def median_over_seeds(values: Sequence[float]) -> Estimate:
-    """The upper median with the range of the seeds; `inf` (never, beyond the grid) is a value like any other.
+def median_over_seeds(values: Sequence[float], upper: bool = False) -> Estimate:
+    """The median with the range of the seeds; `inf` (never, beyond the grid) is a value like any other.
 
     The range of n independent draws covers the population's median with probability 1 - 2^(1-n), whatever the
-    distribution: 75 % at n = 3, 94 % at n = 5. The upper median is the value that more than half of the seeds reach.
+    distribution: 75 % at n = 3, 94 % at n = 5. The `upper` median is one of the values, as those on a grid must be.
     """
     known = sorted(value for value in values if not math.isnan(value))
     left_out = _left_out(len(values) - len(known), "undefined")
     if len(known) < 2:
         return Estimate(known[0] if known else math.nan, None, len(known), "", _join(left_out, _too_few(len(known))))
     covered = f"range of the seeds ({1 - 2 ** (1 - len(known)):.0%} for the median)"
-    return Estimate(statistics.median(known), (known[0], known[-1]), len(known), covered, left_out)
+    middle = statistics.median_high(known) if upper else statistics.median(known)
+    return Estimate(middle, (known[0], known[-1]), len(known), covered, left_out)
 
 
 # --- paired differences ----------------------------------------------------------------------------------------------

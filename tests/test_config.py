@@ -307,3 +307,10 @@ def test_conf_is_found_inside_the_package_first_then_beside_it(tmp_path):
         folder.mkdir(parents=True)
         (folder / "config.yaml").touch()
         assert normexp.find_conf(package) == folder
+
+
+def test_a_norm_in_a_compiled_model_is_compiled_with_it():
+    assert [config.norm_path(load("norm=rms", f"train.compile={wanted}")) for wanted in ("false", "true")] == [
+        "native",
+        "compile",
+    ]

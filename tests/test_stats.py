@@ -132,6 +132,7 @@ def test_a_median_may_be_infinite():
     assert (found.value, found.interval, found.n, found.note) == (200, (50, math.inf), 3, "1 undefined left out")
     assert stats.median_over_seeds([50.0, math.inf]).value == math.inf  # more than half must reach it
     assert stats.median_over_seeds([1.231, 1.658]).value == pytest.approx(1.4445)
+    assert stats.median_over_seeds([50.0, 200.0], upper=True).value == 200.0
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def warmups(study: Study) -> Table:
             for _, seed in split(part, ("seed",))
             if len(seed) == len(grid)
         ]
-        boundary = stats.median_over_seeds(boundaries)
+        boundary = stats.median_over_seeds(boundaries, upper=True)
         told = {"boundary": boundary, "reading": _reading(boundary, grid), "grid": ", ".join(map(str, grid))}
         rows.append(values | told)
     columns = [
@@ -85,9 +85,9 @@ def _learning_rates(part: Frame, seeds: list[LrGrid]) -> dict[str, Value]:
     ranges = [stats.usable_range(*seed) for seed in seeds]
     return {
         "sensitivity": stats.mean([stats.lr_sensitivity(*seed, ceiling) for seed in seeds]),
-        "edge": stats.median_over_seeds([stats.lr_edge(*seed) for seed in seeds]),
-        "lowest": stats.median_over_seeds([low for low, _ in ranges]),
-        "highest": stats.median_over_seeds([high for _, high in ranges]),
+        "edge": stats.median_over_seeds([stats.lr_edge(*seed) for seed in seeds], upper=True),
+        "lowest": stats.median_over_seeds([low for low, _ in ranges], upper=True),
+        "highest": stats.median_over_seeds([high for _, high in ranges], upper=True),
         "grid": ", ".join(map(text, sorted(part["lr"].unique()))),
     }
 
