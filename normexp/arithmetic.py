@@ -30,7 +30,8 @@ def settle(device: torch.device, *, threads: int, deterministic: bool, tf32: boo
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise UserError(f"train.deterministic=true: CUDA has begun already; start with {WORKSPACE}={DISTINCT}")
         os.environ[WORKSPACE] = DISTINCT
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # to say so once more imports the compiler
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
 
 

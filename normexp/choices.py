@@ -60,14 +60,16 @@ def refuse_no_norm(norm: Any, name: str, width: int, device: torch.device) -> No
     """A call of the user's own norm, which would otherwise fail in the middle of the run."""
     x = torch.ones(2, 2, width, device=device)
     strict = torch.are_deterministic_algorithms_enabled()  # of an earlier cell in this process
-    torch.use_deterministic_algorithms(False)
+    if strict:
+        torch.use_deterministic_algorithms(False)
     try:
         y = norm.to(device)(x, torch.ones(2, 2, dtype=torch.bool, device=device))
         fault = "" if isinstance(norm, nn.Module) and y.shape == x.shape else f"returns {show(getattr(y, 'shape', y))}"
     except Exception as error:
         fault = f"fails ({type(error).__name__}: {error})"
     finally:
-        torch.use_deterministic_algorithms(strict)
+        if strict:
+            torch.use_deterministic_algorithms(True)
     if fault:
         raise UserError(
             f"norm={name}: must be a torch.nn.Module called as norm(x, mask) that returns the shape of x; with x of "
