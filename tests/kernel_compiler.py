@@ -48,23 +48,30 @@ def operands(types: Types, n: int, m: int) -> tuple[Tensor, Tensor | None, Tenso
     return tensor(m, n, dtype=types.x), residual, parameter, statistics
 
 
+WANTED = frozenset(("weight", "dtotal", "dx", "dweight", "dbias"))  # what a caller may leave out
+
+
 def forward_call(
-    types: Types, centre: bool, n: int, target: str, m: int = ROWS, aligned: bool = True, round_first: bool = True
+    types: Types,
+    centre: bool,
+    n: int,
+    target: str,
+    m: int = ROWS,
+    aligned: bool = True,
+    round_first: bool = True,
+    wanted: frozenset = WANTED,
 ):
     x, residual, parameter, statistics = operands(types, n, m)
-    inputs = x, residual, parameter, parameter if centre else None
+    weight = parameter if "weight" in wanted else None
+    inputs = x, residual, weight, parameter if centre and "dbias" in wanted else None
     outputs = x, residual, statistics if centre else None, statistics
     plan = launch.forward(m, n, aligned and n % 16 == 0, TARGETS[target].warp_size)
     return calls.forward(inputs, outputs, (1e-6, 0.0), centre, round_first, plan)
 
 
-WANTED = frozenset(("weight", "dtotal", "dx", "dweight", "dbias"))
-
-
 def backward_call(
     types: Types, centre: bool, n: int, target: str, m: int = ROWS, aligned: bool = True, wanted: frozenset = WANTED
 ):
-    """`wanted` are the operands that a caller may leave out; `aligned` is what the pointers are."""
     x, residual, parameter, statistics = operands(types, n, m)
     apart = types.residual not in (None, types.x)
     mixed = apart or (types.residual is not None and types.parameters != types.x)

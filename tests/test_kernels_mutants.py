@@ -76,6 +76,12 @@ MUTANTS = {  # what is lost: file, line before and after, the test that must fai
         ".to(WIDE))[None, :]",
         "interpreted::TestAgainstFloat64::test_float32_parameters_and_offset[rms_norm-dtype0]",
     ),
+    "the branch of a norm without a weight": (
+        "triton_forward",
+        "        gain = tl.full([1, 1], 1.0, WIDE)\n    else:",
+        "        return tl.full([1, 1], 1.0, WIDE)\n    if True:",
+        "compiled::test_what_is_left_out_compiles_without_spills[1024-True-weight]",
+    ),
     "the rounding of the stored sum": (
         "triton_forward",
         "        value = stored.to(WIDE)\n",

@@ -44,7 +44,7 @@ def forward(m: int, n: int, aligned: bool, lanes: int) -> Launch:
     values = 32 if aligned or block > 8192 else 16
     rows = 1 if block >= 32 * values else 64 * values // block
     threads = max(rows * block // values, lanes)
-    limit = None if aligned or rows > 1 or threads > 512 else 128
+    limit = None if aligned else min(65_536 // threads, 248)
     return Launch(rows, block, threads // lanes, ceil_div(m, rows), registers=limit)
 
 

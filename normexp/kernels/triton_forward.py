@@ -27,8 +27,10 @@ def load_wide(pointer, row, column, inside, stride, WIDE: tl.constexpr):
 def load_gain(weight, column, N, offset, WIDE: tl.constexpr):
     """(1, BLOCK) gain, or 1 without a weight."""
     if weight is None:
-        return tl.full([1, 1], 1.0, WIDE)
-    return (tl.load(weight + column, mask=column < N, other=0.0).to(WIDE) + offset)[None, :]
+        gain = tl.full([1, 1], 1.0, WIDE)
+    else:  # the compiler goes on after a `return` above
+        gain = (tl.load(weight + column, mask=column < N, other=0.0).to(WIDE) + offset)[None, :]
+    return gain
 
 
 @triton.jit
