@@ -15,13 +15,14 @@ from normexp.config import Config, norm_path
 from normexp.data import Source
 from normexp.fields import UserError
 from normexp.init import initialise, scheme
+from normexp.interruption import interruption
 from normexp.model import Transformer
 from normexp.norms import batch_statistics
 from normexp.progress import Progress
 from normexp.runs import RunFolder, git_commit, machine, run_id, versions
 from normexp.summary import read_rows, summarise
 from normexp.trackers import Jsonl, Null, Row, Wandb, open_tracker
-from normexp.trainer import Outcome, Trainer, fit, interruption
+from normexp.trainer import Outcome, Trainer, fit
 from normexp.verdict import Verdict
 
 KEPT = 4  # corpora of different configs

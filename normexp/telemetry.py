@@ -85,9 +85,9 @@ class Layout:
 
 def locate(name: str) -> tuple[str, str]:
     """`blocks.3.mlp.out.weight` -> (`layer_03`, `mlp.out`); `embed.token.weight` -> (`embed`, `token`);
-    `head.weight` -> (`head`, `weight`)."""
+    `head.weight` -> (`head`, `weight`). Of a module, `final_norm` -> (`final_norm`, ``)."""
     block = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-    group, rest = (f"layer_{int(block[1]):02d}", block[2]) if block else name.split(".", 1)
+    group, _, rest = (f"layer_{int(block[1]):02d}", ".", block[2]) if block else name.partition(".")
     return group, re.sub(r"\.weight$", "", rest)
 
 
@@ -157,6 +157,26 @@ METRICS: Mapping[str, Callable[[Snapshot], Reading]] = {
     "rms_t": rms_t,
     "layer_ratio": layer_ratio,
 }
+
+
+class Observed:
+    """What modules saw in their last forward pass, such as a router its load: a module with an optional method
+    `observed() -> {metric: value}` gives the paths metric/layer_00/mlp, and for a vector metric/layer_00/mlp.0, …"""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, module) for name, module in model.named_modules() if hasattr(module, "observed")]
+        self._sources = [("/".join(filter(None, locate(name))), module.observed) for name, module in named]
+
+    def read(self) -> list[Reading]:
+        return [
+            Reading(_elements(f"{metric}/{place}", value), value.detach().float().flatten())
+            for place, observed in self._sources
+            for metric, value in observed().items()
+        ]
+
+
+def _elements(path: str, value: Tensor) -> list[str]:
+    return [f"{path}.{index}" for index in range(len(value))] if value.ndim else [path]
 
 
 class Buffer:

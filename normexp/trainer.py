@@ -1,13 +1,9 @@
 """Training of one cell: steps, evaluation, checkpoints and interruption. It returns facts and judges nothing."""
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -21,9 +17,7 @@ from normexp.fields import NonNegativeFloat, PositiveInt, Range, UserError
 from normexp.model import Transformer, cross_entropy_sum, hooks, squared_log_z_sum
 from normexp.norms import batch_norms, batch_statistics
 from normexp.optim import OptimConfig, build_optimizer, learning_rate
-from normexp.telemetry import METRICS, Buffer, Layout, Reading, Snapshot, TelemetryConfig, l2_norms
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+from normexp.telemetry import METRICS, Buffer, Layout, Observed, Reading, Snapshot, TelemetryConfig, l2_norms
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Trainer:
         self.optimizer = build_optimizer(model, optim)
         self.scaler = torch.amp.GradScaler(device.type, enabled=train.dtype == "float16")
         self.layout = Layout(model)
-        self.metrics = [METRICS[name] for name in telemetry.metrics]
+        self.metrics, self.observed = [METRICS[name] for name in telemetry.metrics], Observed(model)
         self.aux_losses, self.after_step = hooks(model, "aux_loss"), hooks(model, "after_step")
         kept = model.state_dict()
         self.moving = [buffer for name, buffer in model.named_buffers() if name in kept]  # running statistics
@@ -154,7 +148,7 @@ class Trainer:
         self._update(rate, total)
         after, moments = self.layout.flat_parameters(), self._second_moments()
         snapshot = Snapshot(self.layout, norms, gradients, before, after, moments, self.optim.eps)
-        return [metric(snapshot) for metric in self.metrics]
+        return [metric(snapshot) for metric in self.metrics] + self.observed.read()
 
     def _second_moments(self) -> list[Tensor] | None:
         if self.optim.name == "sgd":
@@ -273,25 +267,3 @@ def fit(
         if stopped or interrupted:
             return Outcome(trainer.step, None if stopped else received[0], stopped)
     return Outcome(trainer.step, None, False)
-
-
-@contextmanager
-def interruption() -> Iterator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGUSR2 end nothing: their numbers are collected in the list. A second SIGINT raises
-    KeyboardInterrupt. In another thread than the main one, which alone may handle signals, the list stays empty."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

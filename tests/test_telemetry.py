@@ -190,3 +190,34 @@ def test_targets_all_ignored_count_nothing():
 def test_the_model_does_not_know_that_it_is_watched():
     model: nn.Module = tiny.trainer().model
     assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+
+
+class Watching(nn.Module):
+    """A LayerNorm that tells the mean of what it saw, and a vector."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.seen = nn.LayerNorm(dim), {}
+
+    def forward(self, x, mask=None):
+        self.seen = {"mean": x.mean(), "ends": x.flatten()[[0, -1]]}
+        return self.norm(x)
+
+    def observed(self):
+        return self.seen
+
+
+def test_what_a_module_observed_is_logged_where_the_metrics_are_read():
+    trainer = tiny.trainer(Watching, "pre", telemetry=TelemetryConfig(2, 1, 10, ("layer_ratio",)))
+    rows = rows_of(trainer, steps=3)
+    assert [{name for name in row if "mean" in name} for row in rows] == [
+        places := {f"mean/layer_{i:02d}/norm.{site}" for i in range(2) for site in ("attn_in", "mlp_in")}
+        | {"mean/final_norm"},
+        places,
+        set(),
+    ]
+    assert {"ends/final_norm.0", "ends/final_norm.1"} <= set(rows[0])
+    (row,) = rows_of(trainer)  # the fourth
+    seen = trainer.model.final_norm.seen
+    assert row["mean/final_norm"] == float(seen["mean"].detach())
+    assert [row["ends/final_norm.0"], row["ends/final_norm.1"]] == seen["ends"].tolist()

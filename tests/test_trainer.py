@@ -10,10 +10,11 @@ import torch
 
 from normexp import checkpoint
 from normexp.fields import UserError
+from normexp.interruption import interruption
 from normexp.norms import batch_norms
 from normexp.optim import learning_rate
 from normexp.telemetry import Buffer
-from normexp.trainer import Outcome, fit, interruption, micro_batches, stream
+from normexp.trainer import Outcome, fit, micro_batches, stream
 from tests import tiny
 
 VOLATILE = {"time", "tokens_per_second"}

@@ -3,7 +3,9 @@
 from functools import partial
 
 import torch
+import yaml
 
+import normexp
 from normexp import norms, placements
 from normexp.data import Batch
 from normexp.init import initialise
@@ -13,11 +15,8 @@ from normexp.telemetry import METRICS, TelemetryConfig
 from normexp.trainer import TrainConfig, Trainer
 
 CONTEXT, VOCABULARY = 16, 11
-CONFIG = {
-    "depth": 2, "width": 16, "heads": 2, "context": CONTEXT, "mlp": "relu", "mlp_ratio": 4.0, "position": "learned",
-    "bias": True, "tied": False, "dropout": 0.0, "init": "xavier",
-    "qk_norm": "none", "embed_norm": False, "embed_scale": 1.0, "logit_softcap": 0.0,
-}  # fmt: skip
+DEFAULTS = yaml.safe_load((normexp.CONF / "model" / "tiny.yaml").read_text())
+CONFIG = DEFAULTS | {"depth": 2, "width": 16, "heads": 2, "context": CONTEXT}
 NORMS = {
     "ln": partial(norms.LayerNorm, eps=1e-5, affine=True, cast="input", kernel="auto", gain_offset=0.0),
     "rms": partial(norms.RMSNorm, eps=1e-6, affine=True, cast="input", kernel="auto", gain_offset=0.0),
@@ -93,13 +92,15 @@ TRAIN = TrainConfig(
 TELEMETRY = TelemetryConfig(every=5, dense_steps=3, flush_every=4, metrics=tuple(METRICS))
 
 
-def trainer(norm="ln", placement="pre", *, source=None, seed=0, optim=OPTIM, train=TRAIN, **changes):
+def trainer(
+    norm="ln", placement="pre", *, source=None, seed=0, optim=OPTIM, train=TRAIN, telemetry=TELEMETRY, **changes
+):
     return Trainer(
         model(norm, placement, seed, **changes),
         source or Source(),
         optim=optim,
         train=train,
-        telemetry=TELEMETRY,
+        telemetry=telemetry,
         seed=seed,
         device=torch.device("cpu"),
     )
