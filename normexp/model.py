@@ -146,6 +146,12 @@ def hooks(model: nn.Module, name: str) -> list[Callable[[], Any]]:
     return [getattr(module, name) for module in model.modules() if hasattr(module, name) and module is not model]
 
 
+def draws(model: Transformer) -> bool:
+    """Whether a forward pass may draw random numbers: with dropout, or in modules that are not this program's."""
+    foreign = (type(module).__module__.partition(".")[0] not in ("normexp", "torch") for module in model.modules())
+    return model.config.dropout > 0 or any(foreign)
+
+
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Σ −ln p(target) over the targets that are not −100, in nats and float32; 0 when there are none."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=-100)

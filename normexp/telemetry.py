@@ -49,6 +49,10 @@ class Layout:
         matrices = [entry for entry in located if entry[2].ndim > 1]
         rest = {group: [p for g, _, p in located if g == group and p.ndim <= 1] for group in self.groups}
         self.parameters = [p for _, _, p in matrices] + [p for group in self.groups for p in rest[group]]
+        by_size: dict[int, list[int]] = {}
+        for index, parameter in enumerate(self.parameters[len(matrices) :], len(matrices)):
+            by_size.setdefault(parameter.numel(), []).append(index)
+        self._stacks = list(by_size.values())
         self._views = [p.detach().view(-1) for p in self.parameters]
         self.matrices = [f"{group}/{name}" for group, name, _ in matrices]
         self.mlp_out = [i for i, (_, name, _) in enumerate(matrices) if name == "mlp.out"]  # in the order of the blocks
@@ -58,9 +62,21 @@ class Layout:
         by_parameter = owners + [group for group in self.groups for _ in rest[group]]
         by_segment = owners + [group for group, size in sizes.items() if size]
         device = self.parameters[0].device
+        stacked = [*range(len(matrices)), *(index for stack in self._stacks for index in stack)]
+        self._unstacked = torch.tensor(stacked, device=device).argsort()
         self._parameter_owner = torch.tensor([self.groups.index(group) for group in by_parameter], device=device)
         self._segment_owner = torch.tensor([self.groups.index(group) for group in by_segment], device=device)
         self.sizes = torch.tensor(self.segments[: len(matrices)], device=device)  # elements of each matrix
+
+    def gradients(self) -> list[Tensor]:
+        """Of each parameter, 0 where it took no part."""
+        return [torch.zeros_like(p) if (own := p.grad) is None else own for p in self.parameters]
+
+    def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """`l2_norms` to the bit, but gains and biases of one size are one operation."""
+        stacks = [torch.stack([gradients[index].view(-1) for index in stack]) for stack in self._stacks]
+        norms = [torch.linalg.vector_norm(stack, dim=1, dtype=torch.float32) for stack in stacks]
+        return torch.cat([l2_norms(gradients[: len(self.matrices)]), *norms])[self._unstacked]
 
     def flat_parameters(self) -> Tensor:
         """A copy of all parameters as one vector: an operation on it is one kernel, not a hundred."""
@@ -104,7 +120,7 @@ class Snapshot:
     parameter_gradient_norms: Tensor  # (P,) after accumulation, unscaling and all-reduce, before clipping
     gradients: list[Tensor]  # as the optimiser saw them
     before: Tensor  # the parameters before the step, flat
-    after: Tensor  # flat
+    change: Tensor  # of the parameters by the step, flat
     second_moments: list[Tensor] | None  # Adam's v after the step; None for an optimiser without
     eps: float  # Adam's
 
@@ -129,7 +145,7 @@ def weight_norm(s: Snapshot) -> Reading:
 
 def update_ratio(s: Snapshot) -> Reading:
     """‖ΔW‖₂ / ‖W‖₂ per matrix and per block: about 1e-3 is healthy."""
-    return Reading(s.layout.paths("update_ratio"), s.layout.norms(s.after - s.before) / s.weight_norms)
+    return Reading(s.layout.paths("update_ratio"), s.layout.norms(s.change) / s.weight_norms)
 
 
 def rms_t(s: Snapshot) -> Reading:

@@ -1,7 +1,9 @@
 """Training of one cell: steps, evaluation, checkpoints and interruption. It returns facts and judges nothing."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,10 +16,10 @@ from normexp import checkpoint
 from normexp.arithmetic import Compiled, settle
 from normexp.data import Batch, Source
 from normexp.fields import NonNegativeFloat, PositiveInt, Range, UserError
-from normexp.model import Transformer, cross_entropy_sum, hooks, squared_log_z_sum
+from normexp.model import Transformer, cross_entropy_sum, draws, hooks, squared_log_z_sum
 from normexp.norms import batch_norms, batch_statistics
 from normexp.optim import OptimConfig, build_optimizer, learning_rate
-from normexp.telemetry import METRICS, Buffer, Layout, Observed, Reading, Snapshot, TelemetryConfig, l2_norms
+from normexp.telemetry import METRICS, Buffer, Layout, Observed, Reading, Snapshot, TelemetryConfig
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=train.dtype == "float16")
         self.layout = Layout(model)
         self.metrics, self.observed = [METRICS[name] for name in telemetry.metrics], Observed(model)
+        dtype = getattr(torch, train.dtype)
+        self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+        self.draws = draws(model)
         self.aux_losses, self.after_step = hooks(model, "aux_loss"), hooks(model, "after_step")
         kept = model.state_dict()
         self.moving = [buffer for name, buffer in model.named_buffers() if name in kept]  # running statistics
@@ -87,12 +92,13 @@ class Trainer:
         saved = [buffer.clone() for buffer in self.moving]
         loss = self._backward()
         self.scaler.unscale_(self.optimizer)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.layout.parameters]
-        norms = l2_norms(gradients)
+        gradients = self.layout.gradients()
+        norms = self.layout.gradient_norms(gradients)
         total = torch.linalg.vector_norm(norms)
         moved = [buffer.sum() for buffer in self.moving if buffer.is_floating_point()]
-        finite = bool(torch.isfinite(torch.stack([loss, total, *moved])).all())
-        readings = [Reading(["train/loss", "grad_norm/total"], torch.stack([loss, total]))]
+        values = torch.stack([loss, total, *moved])
+        finite = all(map(math.isfinite, values.tolist()))
+        readings = [Reading(["train/loss", "grad_norm/total"], values[:2])]
         if finite and not self.telemetry.reads(self.step):
             self._update(rate, total)
         elif finite:
@@ -108,26 +114,27 @@ class Trainer:
     def _backward(self) -> Tensor:
         """Accumulates the gradient of the mean loss over the step's real tokens; returns that loss."""
         batch = self.source.batch(self.seed, self.step, self.train.batch_size * self.train.grad_accum)
-        real = int((batch.targets != -100).sum())
+        real = int(np.count_nonzero(batch.targets.numpy() != -100))
         self.tokens += real
         loss = torch.zeros((), device=self.device)
         for index, part in enumerate(micro_batches(batch, self.train.batch_size)):
-            seed_dropout(self.device, stream(self.seed, self.step, index))  # the same in every cell and after a resume
+            if self.draws:  # the same numbers in every cell and after a resume
+                seed_dropout(self.device, stream(self.seed, self.step, index))
             logits, targets = self._predict(part)
             part_loss = cross_entropy_sum(logits, targets) / max(real, 1)
-            auxiliary = sum(hook() for hook in self.aux_losses) / self.train.grad_accum
-            if self.train.z_loss:
-                auxiliary += self.train.z_loss * squared_log_z_sum(logits, targets) / max(real, 1)
-            self.scaler.scale(part_loss + auxiliary).backward()
             loss += part_loss.detach()
+            for hook in self.aux_losses:
+                part_loss = part_loss + hook() / self.train.grad_accum
+            if self.train.z_loss:
+                part_loss = part_loss + self.train.z_loss * squared_log_z_sum(logits, targets) / max(real, 1)
+            self.scaler.scale(part_loss).backward()  # type: ignore[no-untyped-call]
         return loss
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits and targets."""
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         mask = None if batch.mask is None else batch.mask.to(self.device)
-        dtype = getattr(torch, self.train.dtype)
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+        with self.autocast:
             return self.forward(tokens, mask), targets
 
     def _loss_sum(self, batch: Batch) -> Tensor:
@@ -146,8 +153,8 @@ class Trainer:
     def _watched_update(self, rate: float, total: Tensor, gradients: list[Tensor], norms: Tensor) -> list[Reading]:
         before = self.layout.flat_parameters()
         self._update(rate, total)
-        after, moments = self.layout.flat_parameters(), self._second_moments()
-        snapshot = Snapshot(self.layout, norms, gradients, before, after, moments, self.optim.eps)
+        change, moments = self.layout.flat_parameters().sub_(before), self._second_moments()
+        snapshot = Snapshot(self.layout, norms, gradients, before, change, moments, self.optim.eps)
         return [metric(snapshot) for metric in self.metrics] + self.observed.read()
 
     def _second_moments(self) -> list[Tensor] | None:
@@ -215,6 +222,9 @@ class Trainer:
 
 
 def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
+    if len(batch.tokens) <= size:
+        yield batch
+        return
     for start in range(0, len(batch.tokens), size):
         rows = slice(start, start + size)
         yield Batch(batch.tokens[rows], batch.targets[rows], None if batch.mask is None else batch.mask[rows])

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from normexp import cell, commandline, config, runs
 from normexp.model import cross_entropy_sum
-from normexp.telemetry import Buffer, Snapshot, l2_norms
+from normexp.telemetry import Buffer, Snapshot
 from normexp.trackers import Jsonl, Null
 
 BLOCK = 20  # steps: one flush
@@ -87,12 +87,12 @@ def parts(side: Side, repeats: int) -> dict[str, float]:
         logits = timed_part("forward", lambda batch=batch: model(batch.tokens, batch.mask))
         loss = timed_part("loss", lambda a=logits, b=batch: cross_entropy_sum(a, b.targets) / b.targets.numel())
         timed_part("backward", loss.backward)
-        gradients = [p.grad for p in layout.parameters]
-        norms = timed_part("gradient norms", lambda own=gradients: l2_norms(own))
-        before = timed_part("telemetry: copies", layout.flat_parameters)
+        gradients = layout.gradients()
+        norms = timed_part("gradient norms", lambda own=gradients: layout.gradient_norms(own))
+        before = layout.flat_parameters()
         timed_part("optimiser", trainer.optimizer.step)
-        after, moments = layout.flat_parameters(), trainer._second_moments()
-        snapshot = Snapshot(layout, norms, gradients, before, after, moments, trainer.optim.eps)
+        change = timed_part("telemetry: copies", lambda old=before: layout.flat_parameters().sub_(old))
+        snapshot = Snapshot(layout, norms, gradients, before, change, trainer._second_moments(), trainer.optim.eps)
         for metric in trainer.metrics:
             side.buffer.add(
                 {"step": side.local.last_step + 1},

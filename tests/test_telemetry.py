@@ -221,3 +221,12 @@ def test_what_a_module_observed_is_logged_where_the_metrics_are_read():
     seen = trainer.model.final_norm.seen
     assert row["mean/final_norm"] == float(seen["mean"].detach())
     assert [row["ends/final_norm.0"], row["ends/final_norm.1"]] == seen["ends"].tolist()
+
+
+def test_norms_of_gradients_are_to_the_bit_those_of_each():
+    layout = Layout(tiny.model("dyt", "pre", width=24))  # gains of 24, biases of 24 and 96, scalars
+    source = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(p.shape, generator=source) * 10.0 ** (i % 7 - 3) for i, p in enumerate(layout.parameters)]
+    assert {gradient.ndim for gradient in gradients} == {0, 1, 2}
+    each = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    torch.testing.assert_close(layout.gradient_norms(gradients), each, rtol=0, atol=0)

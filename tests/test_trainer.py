@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from normexp import checkpoint
 from normexp.fields import UserError
@@ -66,6 +67,26 @@ def test_resume_is_bit_for_bit(norm, stop, tmp_path):
     assert numbers(rest) == numbers(rows[stop + 1 :])
     assert same_weights(straight.model, second.model)
     assert second.tokens == straight.tokens
+
+
+class Noise(nn.Module):
+    """A user's norm that draws random numbers, without a parameter or a dropout layer that could tell."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+
+    def forward(self, x, mask=None):
+        return x + 0.1 * torch.randn_like(x)
+
+
+@pytest.mark.parametrize(("norm", "changes"), [(Noise, {}), ("ln", {"dropout": 0.3})], ids=["norm", "dropout"])
+def test_random_numbers_are_a_function_of_the_step(norm, changes):
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # what happened before must not matter
+        trainer = tiny.trainer(norm, **changes)
+        losses.append([trainer.take_step()[1][0].values[0].item() for _ in range(2)])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 5), (signal.SIGINT, 2), (signal.SIGUSR2, 7)])
