@@ -22,7 +22,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --durations=10
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not slurm"
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu

@@ -223,6 +223,8 @@ def _check_placement(config: Config) -> None:
     normless = isinstance(config.norm(model.width), Identity)
     if getattr(target, "norm_free", False) and not normless:
         raise UserError(f"norm={norm}: placement={placement} has no place for a norm; give norm=none")
+    if getattr(target, "needs_norm", False) and normless:
+        raise UserError(f"norm={norm}: placement={placement} rests on the norm after each sublayer; give another norm")
     if normless and (model.qk_norm != "none" or model.embed_norm):
         given = f"model.qk_norm={model.qk_norm}" if model.qk_norm != "none" else "model.embed_norm=true"
         raise UserError(f"{given}: is of the cell's own norm, and norm={norm} is none; give none and false")

@@ -42,6 +42,7 @@ class Block(nn.Module):
     final_norm: ClassVar[bool]
     feeds: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # site -> the linear layers that alone read its norm's output
     norm_free: ClassVar[bool] = False  # takes norm=none only
+    needs_norm: ClassVar[bool] = False  # takes any but norm=none
     normalises_qk: ClassVar[bool] = False  # leaves no place for model.qk_norm
     unit_matrices: ClassVar[bool] = False  # every matrix is kept at unit length along the stream's channels
     scaled_logits: ClassVar[bool] = False  # a learned factor for each logit

@@ -64,6 +64,7 @@ class Keel(Block):
 
     final_norm = False
     feeds: ClassVar = READ_BY
+    needs_norm = True  # α would be raised to the power of the sublayers
 
     def __init__(self, *, layer: int, **others: Any) -> None:
         self.sites = ("attn_in", *(("attn_residual",) if layer else ()), "mlp_in", "mlp_residual")
@@ -85,6 +86,8 @@ class Admin(PostNorm):
     `omega=fixed`, the authors' later code (admin-torch): ω² = (2N + 1) / ln(2N + 1) − 1 everywhere, not trained.
     No init of its own for the matrices. Checked: authors' code of both, which is followed.
     """
+
+    needs_norm = True  # the profiled ω² would be squared from sublayer to sublayer
 
     def __init__(self, *, omega: Literal["profiled", "fixed"], width: int, depth: int, **others: Any) -> None:
         super().__init__(width=width, depth=depth, **others)
