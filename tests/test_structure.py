@@ -29,7 +29,7 @@ FLOORS = [
     {"config", "sweeps"},
     {"cell"},
     {"launching"},
-    {"train", "report"},
+    {"train", "report", "zoo"},
 ]
 SOLE_IMPORTERS = {
     "hydra": "commandline",

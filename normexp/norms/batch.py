@@ -60,6 +60,8 @@ class BatchNorm(RunningStatistics):
 
     Only real tokens count when `mask_padding`; pads are taken as 0 and normalised like the real ones. The
     biased variance normalises.
+
+    Checked: torch's `batch_norm`, running statistics included; the causal forms are ours.
     """
 
     def __init__(

@@ -25,7 +25,10 @@ def gain(weight: Tensor | None, offset: float) -> Tensor | None:
 
 
 class LayerNorm(nn.Module):
-    """(x − μ) / √(σ² + ε) · γ + β, with μ and the biased σ² over C, per token (1607.06450). γ = gain_offset + w."""
+    """(x − μ) / √(σ² + ε) · γ + β, with μ and the biased σ² over C, per token (1607.06450).
+
+    γ = gain_offset + w. Checked: torch's `layer_norm`.
+    """
 
     def __init__(
         self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel, gain_offset: float
@@ -46,7 +49,10 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · γ, the mean over C, per token; no centring, no bias (1910.07467). γ = gain_offset + w."""
+    """x / √(mean(x²) + ε) · γ, the mean over C, per token; no centring, no bias (1910.07467).
+
+    γ = gain_offset + w. Checked: authors' code, which adds ε to the root; we add it inside.
+    """
 
     def __init__(
         self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel, gain_offset: float
@@ -68,7 +74,7 @@ class RMSNorm(nn.Module):
 class PartialRMSNorm(nn.Module):
     """x / √(mean(x₁² … x_k²) + ε) · γ: the RMS of the first k = ⌊share · C⌋ channels, at least 1 (1910.07467).
 
-    Checked: against the authors' code, whose ⌊·⌋ is followed; it adds ε to the root, we add it inside. That the paper
+    Checked: authors' code, whose ⌊·⌋ is followed; it adds ε to the root, we add it inside. That the paper
     has ⌈·⌉, and 6.25 % as the share, is from secondary sources. At C = 64 it is 4 channels.
     """
 
@@ -89,7 +95,7 @@ class PartialRMSNorm(nn.Module):
 class ScaleNorm(nn.Module):
     """g · x / max(‖x‖₂, eps), g a learned scalar, √C at the start (1910.05895).
 
-    Checked: against the authors' code, which is followed: a floor under the norm, no ε in a root. Without `affine`, g
+    Checked: authors' code, which is followed: a floor under the norm, no ε in a root. Without `affine`, g
     stays √C.
     """
 
@@ -109,10 +115,10 @@ class ScaleNorm(nn.Module):
 
 
 class SeeDNorm(nn.Module):
-    """[γ + tanh(x·β) α] ⊙ x / RMS(x), x·β one number for each token: a gain that the token itself moves (2510.22777).
+    """[γ + tanh(x·β) α] ⊙ x / √(mean(x²) + ε), x·β one number for each token: a gain that it moves itself (2510.22777).
 
-    Not checked against the paper: the form, RMS(x) = √(mean(x²) + ε), is that of secondary sources; γ = 1, α = 1 and
-    β = 0 at the start, which make it RMSNorm there, are from memory. Secondary sources report weight decay on α and β;
+    Not checked against the paper: the form is that of secondary sources, and the start from memory. There γ = 1, α = 1
+    and β = 0, which make it RMSNorm. Secondary sources report weight decay on α and β;
     here nothing of a norm decays, and γ stays 1 without `affine`. Since x·β sees the scale of x, only β = 0 ignores it.
     """
 

@@ -8,7 +8,7 @@ from normexp.norms.common import ones, scaled, wide, zeros
 
 
 class Identity(nn.Module):
-    """x: for placements that do without a norm (ReZero, T-Fixup)."""
+    """x, for placements that do without a norm."""
 
     def __init__(self, dim: int | None = None) -> None:
         super().__init__()
@@ -20,10 +20,10 @@ class Identity(nn.Module):
 class DynamicTanh(nn.Module):
     """γ · tanh(α x) + β, α a learned scalar (DyT, 2503.10622).
 
-    Checked: form and α₀ against the paper. α₀ is 0.5 in its vision models; in its language models, by width, before the
-    attention / elsewhere: 2048: 1 / 0.5, 4096: 0.8 / 0.2, 8192: 0.2 / 0.05, and 1 / 1 up to 1024, which for widths far
-    below is our extrapolation. `alpha` is one value for all sites. Its language models have no β and scale the
-    embedding by a learned scalar, √d at the start; without the latter they are other models.
+    Checked: paper, form and α₀, one value here for all sites. α₀ is 0.5 in its vision models; in its language models,
+    by width, before the attention / elsewhere: 2048: 1 / 0.5, 4096: 0.8 / 0.2, 8192: 0.2 / 0.05, and 1 / 1 up to 1024,
+    which for widths far below is our extrapolation. Its language models have no β and scale the embedding by a learned
+    scalar, √d at the start; without the latter they are other models.
     """
 
     def __init__(self, dim: int, *, alpha: PositiveFloat, affine: bool, bias: bool) -> None:
@@ -39,8 +39,8 @@ class DynamicTanh(nn.Module):
 class DynamicErf(nn.Module):
     """γ · erf(α x + s) + β, α and s learned scalars, s = 0 at the start (Derf, 2512.10938).
 
-    Checked: against the authors' code, which is followed. There α₀ is 0.5 in vision and 1 in the GPT-2, which also has
-    β, and scales the embedding by a learned scalar, √d at the start.
+    Checked: authors' code, which is followed. There α₀ is 0.5 in vision and 1 in the GPT-2, which also has β, and
+    scales the embedding by a learned scalar, √d at the start.
     """
 
     def __init__(self, dim: int, *, alpha: PositiveFloat, affine: bool, bias: bool) -> None:

@@ -25,9 +25,9 @@ class PowerNorm(nn.Module):
     again, a second backward pass and activation checkpointing raise RuntimeError. In evaluation, and while `frozen`
     (φ_B then normalises), gradients are exact.
 
-    Checked: against the authors' code, which is followed, but for pads, which enter its ν. Its training scripts take
-    the mean of x² over the channels of one head, not over all, and the learning rate's warm-up as `warmup_steps`. Not
-    checked: the paper's equations; from memory it divides dx̂ by a running value.
+    Checked: authors' code, which is followed, but for pads, which enter its ν. Its training scripts take the mean of x²
+    over the channels of one head, not over all, and the learning rate's warm-up as `warmup_steps`. Not checked: the
+    paper's equations; from memory it divides dx̂ by a running value.
     """
 
     running_phi: Tensor

@@ -11,18 +11,17 @@ from normexp.norms.common import Unfolded, scaled, wide
 
 
 class RegularizedBatchNorm(BatchNorm):
-    """BatchNorm over B·T, and a penalty on what training sees and evaluation will not (RBN, 2210.05153):
+    """BatchNorm over B·T, and in the loss [a Σ_c (μ_B − μ_run)² + b Σ_c d_c] / n over n tokens, with d = (σ_B − σ_run)²
+    (`std`) or |σ²_B − σ²_run| (`variance`) (RBN, 2210.05153).
 
-    [a Σ_c (μ_B − μ_run)² + b Σ_c d_c] / n,  d = (σ_B − σ_run)² (`std`) or |σ²_B − σ²_run| (`variance`)
+    A penalty on what training sees and evaluation will not, for each norm, over real tokens, by the running statistics
+    that this batch has already moved; its gradient flows through μ_B and σ_B. `aux_loss` hands it over once for each
+    training forward pass; there is none in evaluation or while `frozen`.
 
-    for each norm, over n real tokens, by the running statistics that this batch has already moved; its gradient flows
-    through μ_B and σ_B. `aux_loss` hands it over once for each training forward pass; there is none in evaluation or
-    while `frozen`.
-
-    Checked: against the authors' code, which is followed. Its loss is a sum over tokens, so beside our mean the penalty
-    is divided by n. Its recipes, (a, b) = (0.1, 0.01) with Pre-Norm and (60, 0) with Post-Norm, go with `variance`,
-    its default; `std` is its `diff2`. Ours as in BatchNorm, not theirs: an unbiased running variance, ε inside the root
-    and not as a floor. The floor ε under σ² in the penalty keeps the root's gradient finite.
+    Checked: authors' code, which is followed. Its loss is a sum over tokens, so beside our mean the penalty is divided
+    by n. Its recipes, (a, b) = (0.1, 0.01) with Pre-Norm and (60, 0) with Post-Norm, go with `variance`, its default;
+    `std` is its `diff2`. Ours as in BatchNorm, not theirs: an unbiased running variance, ε inside the root and not as a
+    floor. The floor ε under σ² in the penalty keeps the root's gradient finite.
     """
 
     def __init__(

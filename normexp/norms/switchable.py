@@ -15,9 +15,9 @@ class SwitchableNorm(RunningStatistics):
     they are: the spread between the means is no part of σ². BatchNorm's statistics are over B·T, of real tokens only
     when `mask_padding`, and running in evaluation.
 
-    Checked: against the authors' code, whose one-dimensional form has these two members (the image forms have
-    InstanceNorm as well). Ours as in BatchNorm, not theirs: the biased variance normalises, and the running one starts
-    at 1 and moves by m = 0.1, not 0.003.
+    Checked: authors' code, whose one-dimensional form has these two members (the image forms have InstanceNorm as
+    well). Ours as in BatchNorm, not theirs: the biased variance normalises, and the running one starts at 1 and moves
+    by m = 0.1, not 0.003.
     """
 
     def __init__(

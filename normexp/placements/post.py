@@ -43,7 +43,7 @@ class DeepNorm(PostNorm):
 class BottomToTop(PostNorm):
     """h = n(x + Attn(x)); n(x + h + FFN(h)), no final norm: the B2T connection (2206.00330).
 
-    Init, an option of the authors' code: Xavier, all matrices of the blocks × N^−½. Checked: authors' code.
+    Init: Xavier, all matrices of the blocks × N^−½, an option of the authors' code. Checked: authors' code.
     """
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
