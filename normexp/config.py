@@ -22,6 +22,7 @@ from normexp.model import ModelConfig
 from normexp.norms import Identity
 from normexp.optim import OptimConfig
 from normexp.placements import Block, NormFactory
+from normexp.quantise import quantised
 from normexp.telemetry import METRICS, TelemetryConfig
 from normexp.trackers import TrackerConfig
 from normexp.trainer import TrainConfig
@@ -93,6 +94,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
     _check_context(config)
     _check_norm(config)
     _check_placement(config)
+    _check_quant(config)
     return config
 
 
@@ -239,9 +241,19 @@ def _check_placement(config: Config) -> None:
         )
 
 
+def _check_quant(config: Config) -> None:
+    model = config.model
+    quantised(config.norm, model.quant, model.quant_granularity, model.quant_at)(model.width)
+
+
 def norm_path(config: Config) -> str:
-    """The arithmetic that the norm runs by: one of `kernels.path`, or `torch` where the norm leaves no choice."""
+    """The arithmetic that the norm runs by: one of `kernels.path`, or `torch` where the norm leaves no choice, or
+    where its statistics are rounded."""
     kernel = config.resolved["norm"].get("kernel", "torch")
+    if config.model.quant != "none" and config.model.quant_at == "norm_statistics":
+        if kernel not in ("auto", "torch"):
+            raise UserError(f"norm.kernel={kernel}: cannot round statistics (model.quant_at); give auto or torch")
+        kernel = "torch"
     dtype = getattr(torch, config.train.dtype)
     try:
         op = f"norm={config.cell['norm']}"

@@ -85,6 +85,8 @@ def _fold(name: str, norm: Any, readers: list[nn.Linear]) -> nn.Module:
     if _forward_is_newer_than(norm, "unfold"):
         raise ValueError(f"{name}: {kind} has a `forward` of its own and the `unfold` of its base class; give it both")
     _refuse_hooks(name, norm)
+    if "rounded" in vars(norm):
+        raise ValueError(f"{name}: its statistics are rounded (model.quant_at), which folding would not keep")
     try:
         plain, scale, shift = norm.unfold(readers[0].in_features)
     except ValueError as error:

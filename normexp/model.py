@@ -14,6 +14,7 @@ from normexp.fields import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInt
 from normexp.kernels.formula import statistics_dtype
 from normexp.layers import MLP, Activation, Attention, QKNorm, qk_norms
 from normexp.placements import Block, NormFactory, Scale, UnitMatrices
+from normexp.quantise import Granularity, Place, Quant, quantised
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class ModelConfig:
     embed_norm: bool  # a norm of the cell's own type on the embeddings
     embed_scale: PositiveFloat | Literal["sqrt", "learned"]  # factor of the token embeddings; √width, or begun there
     logit_softcap: NonNegativeFloat  # the logits' bound; 0: none
+    quant: Quant  # what stands at every norm is rounded to this format and back
+    quant_granularity: Granularity  # what shares a scale
+    quant_at: Place
 
 
 def sinusoids(context: int, width: int) -> Tensor:
@@ -90,6 +94,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        norm = quantised(norm, config.quant, config.quant_granularity, config.quant_at)
         width, hidden = config.width, round(config.mlp_ratio * config.width)
         attention = partial(
             Attention,

@@ -60,6 +60,9 @@ NEUTRAL: dict[str, Any] = {
     "model.embed_norm": False,
     "model.embed_scale": 1.0,
     "model.logit_softcap": 0.0,
+    "model.quant": "none",
+    "model.quant_granularity": "token",
+    "model.quant_at": "norm_output",
     "train.z_loss": 0.0,
 }
 
@@ -74,6 +77,7 @@ UNUSED: dict[tuple[str, Any], dict[str, Any]] = {
     ("optim.decay", "linear"): {"optim.decay_fraction": 0.2},
     ("data.tokenizer", "characters"): {"data.vocab_size": 4096},
     ("data.tokenizer", "bytes"): {"data.vocab_size": 4096},
+    ("model.quant", "none"): {"model.quant_granularity": "token", "model.quant_at": "norm_output"},
 }
 
 PACKAGES = ("normexp", "torch", "numpy", "triton", "wandb", "hydra-core", "tokenizers", "datasets")

@@ -6,7 +6,8 @@ float32 whatever the dtype of x, and all else of a norm too, rounded once at the
 
 A norm whose statistics cross samples says in `problem` which micro-batches it cannot take, in `causal` whether its
 training output sees later tokens, and while its attribute `frozen` is true it normalises by the batch in hand and
-leaves its running statistics alone. A norm that cannot be trained under every setting names in `restrictions` the
+leaves its running statistics alone. One whose statistics can be rounded hands them to its `rounded` (`common.exact`)
+before it applies them. A norm that cannot be trained under every setting names in `restrictions` the
 fields of the config, the values that it takes, and why. `aux_loss` adds to the loss of the micro-batch just seen.
 A norm that is, in evaluation, something without parameters times a scale plus a shift says so in `unfold`.
 

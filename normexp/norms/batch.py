@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normexp.fields import PositiveFloat, PositiveInt, UnitInterval
-from normexp.norms.common import Unfolded, ones, scaled, wide, zeros
+from normexp.norms.common import Rounded, Unfolded, exact, ones, scaled, wide, zeros
 from normexp.norms.pointwise import Identity
 
 Statistics = Literal["batch_time", "position", "cumulative"]
@@ -22,6 +22,7 @@ class RunningStatistics(nn.Module):
 
     running_mean: Tensor
     running_var: Tensor
+    rounded: Rounded = staticmethod(exact)
 
     def __init__(self, *shape: int, momentum: float) -> None:
         super().__init__()
@@ -90,17 +91,22 @@ class BatchNorm(RunningStatistics):
         return f"BatchNorm with norm.stats={self.stats} would take its variance from one value; use a larger batch"
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        real = mask
         mask = mask if self.mask_padding else None
         own = self.training or self.frozen
-        if (self.stats == "batch_time" and mask is None) or (self.stats != "position" and not own):
+        dense = (self.stats == "batch_time" and mask is None) or (self.stats != "position" and not own)
+        if dense and self.rounded is exact:
             return self._dense(x, own)
         values = wide(x)
         if own:
             values = without_pads(values, mask)
             mean, var = self._statistics(values, mask)
         else:
-            mean, var = self.running_mean[: x.shape[1]], self.running_var[: x.shape[1]]
-        return scaled((values - mean) * torch.rsqrt(var + self.eps), self.weight, self.bias, x.dtype)
+            places = slice(x.shape[1] if self.stats == "position" else None)
+            mean, var = self.running_mean[places], self.running_var[places]
+        real = real.any(0) if real is not None and mean.ndim > 1 else None  # where a position has a real token
+        mean, inverse = self.rounded(real, mean, torch.rsqrt(var + self.eps))
+        return scaled((values - mean) * inverse, self.weight, self.bias, x.dtype)
 
     def unfold(self, dim: int) -> Unfolded:
         """The whole norm: with running statistics it is linear in x."""

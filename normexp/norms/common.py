@@ -1,11 +1,22 @@
 """What the norms share."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from normexp.kernels.formula import statistics_dtype
 
 Unfolded = tuple[nn.Module, Tensor | None, Tensor | None]  # norm(x) = module(x) · scale + shift, in evaluation
+
+
+Rounded = Callable[..., tuple[Tensor, ...]]  # (mask, *statistics) -> the statistics that are applied
+
+
+def exact(mask: Tensor | None, *statistics: Tensor) -> tuple[Tensor, ...]:
+    """What a norm hands its statistics to before it applies them: as they are. A study of low precision puts another
+    function in its place; `mask` (…) is True at the real tokens of statistics (…, C or 1), None where all are."""
+    return statistics
 
 
 def wide(x: Tensor) -> Tensor:

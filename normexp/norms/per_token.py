@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from normexp import kernels
 from normexp.fields import PositiveFloat, Range
-from normexp.kernels import Cast, Kernel
-from normexp.norms.common import Unfolded, ones, scaled, wide, zeros
+from normexp.kernels import Cast, Kernel, formula
+from normexp.norms.common import Rounded, Unfolded, exact, ones, scaled, wide, zeros
 
 Share = Annotated[float, Range(low=0.0, high=1.0, open_low=True)]
 
@@ -30,6 +30,8 @@ class LayerNorm(nn.Module):
     γ = gain_offset + w. Checked: torch's `layer_norm`.
     """
 
+    rounded: Rounded = staticmethod(exact)
+
     def __init__(
         self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel, gain_offset: float
     ) -> None:
@@ -39,9 +41,19 @@ class LayerNorm(nn.Module):
         self.bias = zeros(dim, affine)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.rounded is not exact:
+            return self._by_rounded_statistics(x, mask)
         return kernels.layer_norm(
             x, self.weight, self.bias, self.eps, gain_offset=self.gain_offset, cast=self.cast, kernel=self.kernel
         )
+
+    def _by_rounded_statistics(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        values = wide(x)
+        mean = values.mean(-1, keepdim=True)
+        variance = (values - mean).square().mean(-1, keepdim=True)
+        mean, inverse = self.rounded(mask, mean, torch.rsqrt(variance + self.eps))
+        normalised = (values - mean) * inverse
+        return formula.scale_and_cast(normalised, self.weight, self.bias, self.gain_offset, self.cast, x.dtype)
 
     def unfold(self, dim: int) -> Unfolded:
         plain = LayerNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel, gain_offset=0.0)
@@ -54,6 +66,8 @@ class RMSNorm(nn.Module):
     γ = gain_offset + w. Checked: authors' code, which adds ε to the root; we add it inside.
     """
 
+    rounded: Rounded = staticmethod(exact)
+
     def __init__(
         self, dim: int, *, eps: PositiveFloat, affine: bool, cast: Cast, kernel: Kernel, gain_offset: float
     ) -> None:
@@ -62,9 +76,16 @@ class RMSNorm(nn.Module):
         self.weight = gain_parameter(dim, gain_offset) if affine else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.rounded is not exact:
+            return self._by_rounded_statistics(x, mask)
         return kernels.rms_norm(
             x, self.weight, self.eps, gain_offset=self.gain_offset, cast=self.cast, kernel=self.kernel
         )
+
+    def _by_rounded_statistics(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        values = wide(x)
+        (inverse,) = self.rounded(mask, torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps))
+        return formula.scale_and_cast(values * inverse, self.weight, None, self.gain_offset, self.cast, x.dtype)
 
     def unfold(self, dim: int) -> Unfolded:
         plain = RMSNorm(dim, eps=self.eps, affine=False, cast=self.cast, kernel=self.kernel, gain_offset=0.0)
@@ -78,6 +99,8 @@ class PartialRMSNorm(nn.Module):
     has ⌈·⌉, and 6.25 % as the share, is from secondary sources. At C = 64 it is 4 channels.
     """
 
+    rounded: Rounded = staticmethod(exact)
+
     def __init__(self, dim: int, *, share: Share, eps: PositiveFloat, affine: bool) -> None:
         super().__init__()
         self.share, self.eps = share, eps
@@ -86,7 +109,8 @@ class PartialRMSNorm(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         values = wide(x)
         mean_square = values[..., : max(1, int(self.share * x.shape[-1]))].square().mean(-1, keepdim=True)
-        return scaled(values * torch.rsqrt(mean_square + self.eps), self.weight, None, x.dtype)
+        (inverse,) = self.rounded(mask, torch.rsqrt(mean_square + self.eps))
+        return scaled(values * inverse, self.weight, None, x.dtype)
 
     def unfold(self, dim: int) -> Unfolded:
         return PartialRMSNorm(dim, share=self.share, eps=self.eps, affine=False), self.weight, None
@@ -99,6 +123,8 @@ class ScaleNorm(nn.Module):
     stays √C.
     """
 
+    rounded: Rounded = staticmethod(exact)
+
     def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool) -> None:
         super().__init__()
         self.eps, self.root = eps, math.sqrt(dim)
@@ -106,7 +132,8 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         values = wide(x)
-        unit = values / torch.linalg.vector_norm(values, dim=-1, keepdim=True).clamp(min=self.eps)
+        length = torch.linalg.vector_norm(values, dim=-1, keepdim=True).clamp(min=self.eps)
+        unit = values / length if self.rounded is exact else values * self.rounded(mask, 1 / length)[0]
         return (unit * (self.root if self.weight is None else self.weight)).to(x.dtype)
 
     def unfold(self, dim: int) -> Unfolded:
@@ -122,6 +149,8 @@ class SeeDNorm(nn.Module):
     here nothing of a norm decays, and γ stays 1 without `affine`. Since x·β sees the scale of x, only β = 0 ignores it.
     """
 
+    rounded: Rounded = staticmethod(exact)
+
     def __init__(self, dim: int, *, eps: PositiveFloat, affine: bool) -> None:
         super().__init__()
         self.eps = eps
@@ -131,6 +160,7 @@ class SeeDNorm(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         values = wide(x)
-        normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        (inverse,) = self.rounded(mask, torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps))
+        normalised = values * inverse
         moved = torch.tanh((values * self.beta).sum(-1, keepdim=True)) * self.alpha
         return (normalised * (moved + (1 if self.weight is None else self.weight))).to(x.dtype)

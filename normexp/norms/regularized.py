@@ -56,7 +56,8 @@ class RegularizedBatchNorm(BatchNorm):
         self._update(count, mean, square)
         var = square / count.clamp(min=1)
         self._penalty = self._discrepancy(mean, var) / count.clamp(min=1).squeeze()
-        return scaled((values - mean) * torch.rsqrt(var + self.eps), self.weight, self.bias, x.dtype)
+        mean, inverse = self.rounded(None, mean, torch.rsqrt(var + self.eps))
+        return scaled((values - mean) * inverse, self.weight, self.bias, x.dtype)
 
     def _discrepancy(self, mean: Tensor, var: Tensor) -> Tensor:
         if self.spread == "std":

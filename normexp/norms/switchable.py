@@ -46,7 +46,8 @@ class SwitchableNorm(RunningStatistics):
         of_mean, of_var = self.mean_logits.softmax(0), self.var_logits.softmax(0)
         mean = of_mean[0] * mean_ln + of_mean[1] * mean_bn
         var = of_var[0] * var_ln + of_var[1] * var_bn
-        return scaled((values - mean) * torch.rsqrt(var + self.eps), self.weight, self.bias, x.dtype)
+        mean, inverse = self.rounded(mask, mean, torch.rsqrt(var + self.eps))
+        return scaled((values - mean) * inverse, self.weight, self.bias, x.dtype)
 
     def _batch_statistics(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if not (self.training or self.frozen):
