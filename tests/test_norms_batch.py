@@ -184,14 +184,14 @@ def test_the_ends_of_switchable_norm():
 
 def test_the_shares_of_switchable_norm():
     norm = ALL["switch"](DIM)
-    assert {path: share.item() for path, share in norm.shares().items()} == dict.fromkeys(
-        ("mean/ln", "mean/bn", "var/ln", "var/bn"), 0.5
-    )
+    assert {path: float(share.detach()) for path, share in norm.observed().items()} == {
+        "ln_share_of_mean": 0.5,
+        "ln_share_of_var": 0.5,
+    }
     with torch.no_grad():
-        norm.mean_logits[1] += 1
-    shares = norm.shares()
-    torch.testing.assert_close(shares["mean/bn"], torch.tensor(1.0).sigmoid())
-    assert not any(share.requires_grad for share in shares.values())
+        norm.mean_logits[0] += 1
+    torch.testing.assert_close(norm.observed()["ln_share_of_mean"], torch.tensor(1.0).sigmoid())
+    assert float(norm.observed()["ln_share_of_var"].detach()) == 0.5
 
 
 @pytest.mark.parametrize("name", [f"bn-{stats}" for stats in STATISTICS])

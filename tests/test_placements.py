@@ -177,23 +177,6 @@ def test_pads_stay_out_of_statistics_inside_sublayers(name):
 
 
 @pytest.mark.parametrize("name", zoo.PLACEMENTS)
-@pytest.mark.parametrize("padded", [False, True])
-def test_every_placement_takes_three_steps(name, padded):
-    trainer = tiny.trainer(*zoo.cell(name), source=tiny.Source(padded))
-    if name == "admin":
-        batch = trainer.source.batch(0, 1, 4)
-        trainer.model.calibrate(batch.tokens, batch.mask)
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    buffer = Buffer()
-    for _ in range(3):
-        buffer.add(*trainer.take_step())
-    assert all(math.isfinite(row["train/loss"] + row["grad_norm/total"]) for row in buffer.flush())
-    moved = [not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True)]
-    names = [parameter for parameter, _ in trainer.model.named_parameters()]
-    assert [n for n, m in zip(names, moved, strict=True) if not m] == []
-
-
-@pytest.mark.parametrize("name", zoo.PLACEMENTS)
 def test_shared_parameters_and_weight_decay_are_those_of_every_cell(name):
     """All matrices have the names of a pre-norm cell; they alone decay, and but for nGPT they start as its do."""
     built, plain = zoo.model(name), dict(tiny.model().named_parameters())

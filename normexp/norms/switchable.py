@@ -11,9 +11,9 @@ from normexp.norms.common import ones, scaled, wide, zeros
 class SwitchableNorm(RunningStatistics):
     """(x − μ) / √(σ² + ε) · γ + β, μ = Σ ω_k μ_k and σ² = Σ ω'_k σ²_k over k in {LayerNorm, BatchNorm} (1806.10779).
 
-    ω and ω' are softmaxes of two learned logits each, all 1 at the start; `shares` has them. Variances are averaged as
-    they are: the spread between the means is no part of σ². BatchNorm's statistics are over B·T, of real tokens only
-    when `mask_padding`, and running in evaluation.
+    ω and ω' are softmaxes of two learned logits each, all 1 at the start; LayerNorm's shares are metrics. Variances are
+    averaged as they are: the spread between the means is no part of σ². BatchNorm's statistics are over B·T, of real
+    tokens only when `mask_padding`, and running in evaluation.
 
     Checked: authors' code, whose one-dimensional form has these two members (the image forms have InstanceNorm as
     well). Ours as in BatchNorm, not theirs: the biased variance normalises, and the running one starts at 1 and moves
@@ -29,14 +29,9 @@ class SwitchableNorm(RunningStatistics):
         self.var_logits = nn.Parameter(torch.ones(2))
         self.weight, self.bias = ones(dim, affine), zeros(dim, affine)
 
-    def shares(self) -> dict[str, Tensor]:
-        """ω as `mean/ln` and `mean/bn`, ω' as `var/ln` and `var/bn`."""
-        logits = {"mean": self.mean_logits, "var": self.var_logits}
-        return {
-            f"{name}/{member}": share
-            for name, own in logits.items()
-            for member, share in zip(("ln", "bn"), own.detach().softmax(0), strict=True)
-        }
+    def observed(self) -> dict[str, Tensor]:
+        """ω and ω' of LayerNorm; BatchNorm has the rest."""
+        return {"ln_share_of_mean": self.mean_logits.softmax(0)[0], "ln_share_of_var": self.var_logits.softmax(0)[0]}
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         values = wide(x)
