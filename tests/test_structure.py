@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"kernels", "fields"},
-    {"norms", "layers"},
+    {"norms", "attention"},
+    {"layers"},
     {"placements"},
     {"model"},
     {
