@@ -63,7 +63,7 @@ class Config:
     seed: int
     device: torch.device  # the one that `auto` stands for
     results: Path  # absolute
-    cell: dict[str, str]  # group -> name of its choice
+    cell: dict[str, str]  # group -> name of its choice; a recipe where one was chosen
     resolved: dict[str, Any]  # all of it as plain values, for config.yaml and the hash
 
 
@@ -85,7 +85,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
             arguments["data"].keywords[name] = str(absolute(given, folder))
     config = Config(
         **{**vars(tree), **arguments, "device": _device(tree.device), "results": absolute(tree.results, folder)},
-        cell={group: choices[group] for group in CELL},
+        cell={group: choices[group] for group in (*CELL, "recipe") if choices.get(group) is not None},
         resolved={},
     )
     config.resolved.update(_resolved(tree, arguments, config))
