@@ -151,6 +151,7 @@ CONFIGS = [  # what one line says of a key that ours has no place for
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: normexp has 0.0 only"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}: normexp knows no such field"),
     ("llama", {"hidden_size": None}, "hidden_size: is missing from config.json, for model.width"),
+    ("llama", {"intermediate_size": None}, "intermediate_size: is missing from config.json"),
     ("llama", {"vocab_size": None}, "vocab_size=null: must be an integer >= 1"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true: normexp has false only"),
     ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: normexp has true only"),

@@ -50,7 +50,7 @@ class Family:
                 raise UserError(f"{key}: is missing from config.json, for {field}")
         used = Reader(given)
         ours = {field: used[key] for field, key in self.keys.items()} | self.read(used)
-        for key in set(config) - used.seen - set(self.only) - SILENT:
+        for key in sorted(set(config) - used.seen - set(self.only) - SILENT):
             if config[key] is not None:
                 known = {*self.keys.values(), *self.only, *self.defaults}
                 raise UserError(
@@ -75,6 +75,9 @@ class Reader(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self.seen.add(key)
         return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"{key}: is missing from config.json")
 
     def get(self, key: str, default: Any = None) -> Any:
         self.seen.add(key)
