@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.fields import UserError
+from normexp.layers import GATED
 from normexp.model import ModelConfig
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -76,12 +77,15 @@ def _counts() -> tuple[int, int]:
 
 
 def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
-    """Of training, forward and backward: 6 for each weight of a matrix product, and 12 · depth · context · width for
-    the attention, whose mask is not counted (PaLM's convention, 2204.02311, appendix B). Embeddings are look-ups."""
-    hidden = round(config.mlp_ratio * config.width)
-    mlp = (3 if config.mlp == "swiglu" else 2) * hidden
-    weights = config.depth * config.width * (4 * config.width + mlp) + config.width * vocab_size
-    return 6.0 * weights + 12.0 * config.depth * config.context * config.width
+    """Of training, forward and backward: 6 for each weight of a matrix product, and 12 · heads · their channels for
+    each layer and token of the context, or of a local layer's window; the mask is not counted (PaLM's convention,
+    2204.02311, appendix B). Embeddings are look-ups."""
+    sizes = config.sizes()
+    query, key = (sizes[heads] * sizes["head_width"] for heads in ("heads", "kv_heads"))
+    mlp = (3 if config.mlp in GATED else 2) * sizes["hidden"]
+    weights = config.depth * config.width * (2 * query + 2 * key + mlp) + config.width * vocab_size
+    seen = sum(min(config.window_of(layer) or config.context, config.context) for layer in range(config.depth))
+    return 6.0 * weights + 12.0 * seen * query
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -28,7 +28,9 @@ from normexp.trackers import TrackerConfig
 from normexp.trainer import TrainConfig
 
 CELL = ("norm", "placement", "model", "data", "optim")  # the groups whose choices name a cell
-BY_BLOCK = ("norm", "attention", "mlp", "width", "hidden", "heads", "layer", "depth")  # from the model
+BY_BLOCK = (  # from the model
+    "norm", "attention", "mlp", "width", "hidden", "heads", "kv_heads", "head_width", "layer", "depth",
+)  # fmt: skip
 LARGEST_SEED = 2**63 - 1  # of torch's and numpy's generators
 
 
@@ -62,7 +64,7 @@ class Config:
     seed: int
     device: torch.device  # the one that `auto` stands for
     results: Path  # absolute
-    cell: dict[str, str]  # group -> name of its choice
+    cell: dict[str, str]  # group -> name of its choice; a recipe where one was chosen
     resolved: dict[str, Any]  # all of it as plain values, for config.yaml and the hash
 
 
@@ -84,7 +86,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
             arguments["data"].keywords[name] = str(absolute(given, folder))
     config = Config(
         **{**vars(tree), **arguments, "device": _device(tree.device), "results": absolute(tree.results, folder)},
-        cell={group: choices[group] for group in CELL},
+        cell={group: choices[group] for group in (*CELL, "recipe") if choices.get(group) is not None},
         resolved={},
     )
     config.resolved.update(_resolved(tree, arguments, config))
@@ -144,7 +146,7 @@ def _check_schedule(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     width, heads = config.model.width, config.model.heads
-    if width % heads:
+    if width % heads and not config.model.head_width:
         below = width - width % heads
         near = f"{below} or {below + heads}" if below else f"{heads}"
         raise UserError(
@@ -155,7 +157,22 @@ def _check_model(config: Config) -> None:
             f"model.mlp_ratio={config.model.mlp_ratio:g}: leaves an MLP of width {width} no hidden channel; "
             f"give {1 / width:g} or more"
         )
-    if config.model.position == "rotary" and width // heads % 2:
+    _check_heads(config.model)
+
+
+def _check_heads(model: ModelConfig) -> None:
+    width, heads = model.width, model.heads
+    if model.kv_heads and heads % model.kv_heads:
+        divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+        raise UserError(
+            f"model.kv_heads={model.kv_heads}: does not divide model.heads={heads}; give 0 for as many, or one of "
+            f"{', '.join(map(str, divisors))}"
+        )
+    if model.position == "rotary" and model.head_width % 2:
+        raise UserError(
+            f"model.head_width={model.head_width}: model.position=rotary rotates pairs of channels; give an even number"
+        )
+    if model.position == "rotary" and not model.head_width and width // heads % 2:
         raise UserError(
             f"model.position=rotary: rotates pairs, and model.width={width} over model.heads={heads} leaves "
             f"{width // heads} channels a head, an odd number; give a width of {2 * heads} times a number"
@@ -166,9 +183,12 @@ def _check_memory(config: Config) -> None:
     """Refuses what cannot be held by any reckoning: it would fail late, with a traceback."""
     model, train = config.model, config.train
     row = 4 * train.batch_size * model.context  # bytes of a float for each token of a micro-batch
-    weights = model.depth * model.width**2 * (4 + 2 * model.mlp_ratio)
+    sizes = model.sizes()
+    projected = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_width"]  # q and o, k and v
+    weights = model.depth * model.width * (projected + 2 * sizes["hidden"])
+    own = ["model.head_width"] if model.head_width else []
     least = {
-        ("model.width", "model.depth", "model.mlp_ratio"): 16 * weights,  # with gradients and two moments
+        ("model.width", "model.depth", "model.mlp_ratio", *own): 16 * weights,  # with gradients and two moments
         ("train.batch_size", "model.context", "model.width", "model.depth"): 2 * row * model.width * model.depth,
         ("train.batch_size", "model.context", "train.grad_accum"): 4 * row * train.grad_accum,  # ids and targets
         ("train.batch_size", "model.context", "train.eval_batches"): 4 * row * train.eval_batches,
@@ -234,6 +254,12 @@ def _check_placement(config: Config) -> None:
         raise UserError(
             f"model.qk_norm={model.qk_norm}: placement={placement} normalises q and k itself; give model.qk_norm=none"
         )
+    if getattr(target, "plain_heads", False):
+        for name in ("kv_heads", "head_width", "query_scale"):
+            if given := getattr(model, name):
+                raise UserError(
+                    f"model.{name}={given:g}: placement={placement} scales whole heads of q and k alike; give 0"
+                )
     if model.init == "placement" and getattr(target, "initial", None) is Block.initial:
         raise UserError(
             f"model.init=placement: placement={placement} asks for no initial weights of its own; give another "

@@ -27,7 +27,7 @@ def initialise(model: Transformer, seed: int) -> None:
     """Draws every weight of `model` by the scheme `model.config.init`:
 
     `xavier`: normal, std √(2 / (fan_in + fan_out)) per logical matrix, embeddings N(0, 1), head N(0, 1/d) (2002.04745);
-    `gpt2`: N(0, 0.02), residual projections ÷ √(2N);
+    `gpt2`: N(0, 0.02), residual projections ÷ √(2N); `plain`: N(0, 0.02), these too;
     `small`: N(0, √(2 / (5d))), residual projections ÷ √(2N) (1910.05895);
     `torch`: torch's defaults, U(±1/√fan_in) for matrices and biases, embeddings N(0, 1);
     `placement`: one of these with the gains that the placement's paper asks for (`Block.initial`), or UserError.

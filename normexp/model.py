@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normexp.fields import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from normexp.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from normexp.kernels.formula import statistics_dtype
-from normexp.layers import MLP, Activation, Attention, QKNorm, qk_norms
+from normexp.layers import MLP, Activation, Attention, QKNorm, Rotary, qk_norms
 from normexp.placements import Block, NormFactory, Scale, UnitMatrices
 from normexp.quantise import Granularity, Place, Quant, quantised
 
@@ -22,14 +22,17 @@ class ModelConfig:
     depth: PositiveInt  # blocks
     width: PositiveInt  # channels of the stream
     heads: PositiveInt
+    kv_heads: NonNegativeInt  # heads of k and v, each shared by heads / kv_heads of q; 0: as many as heads
+    head_width: NonNegativeInt  # channels of a head; 0: width / heads
     context: PositiveInt  # tokens
     mlp: Activation
     mlp_ratio: PositiveFloat  # hidden channels / width
     position: Literal["learned", "sinusoidal", "rotary"]
+    rotary_base: PositiveFloat
     bias: bool  # of the linear layers; the norms have their own
     tied: bool  # the head shares the token embedding's matrix, and has no bias
     dropout: UnitInterval
-    init: Literal["xavier", "gpt2", "small", "torch", "placement"]
+    init: Literal["xavier", "gpt2", "plain", "small", "torch", "placement"]
     qk_norm: QKNorm  # of the cell's own type, in front of the rotary embedding
     embed_norm: bool  # a norm of the cell's own type on the embeddings
     embed_scale: PositiveFloat | Literal["sqrt", "learned"]  # factor of the token embeddings; √width, or begun there
@@ -37,6 +40,21 @@ class ModelConfig:
     quant: Quant  # what stands at every norm is rounded to this format and back
     quant_granularity: Granularity  # what shares a scale
     quant_at: Place
+    attn_softcap: NonNegativeFloat  # the attention scores' bound; 0: none
+    query_scale: NonNegativeFloat  # factor of the attention scores; 0: 1/√ the channels of a head
+    window: NonNegativeInt  # tokens that a token of a local layer sees, itself among them; 0: all so far
+    local_layers: Literal["all", "even"]  # even: the first, the third, … (Gemma 2)
+
+    def sizes(self) -> dict[str, int]:
+        """Of a block, with what 0 stands for."""
+        head_width = self.head_width or self.width // self.heads
+        hidden = round(self.mlp_ratio * self.width)
+        heads = {"heads": self.heads, "kv_heads": self.kv_heads or self.heads, "head_width": head_width}
+        return {"width": self.width, "hidden": hidden, **heads}
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token of block `layer` = 0, 1, … sees; 0: all so far."""
+        return self.window if self.local_layers == "all" or layer % 2 == 0 else 0
 
 
 def sinusoids(context: int, width: int) -> Tensor:
@@ -96,20 +114,29 @@ class Transformer(nn.Module):
         self.config = config
         norm = quantised(norm, config.quant, config.quant_granularity, config.quant_at)
         width, hidden = config.width, round(config.mlp_ratio * config.width)
+        sizes = config.sizes()
+        width, hidden = sizes["width"], sizes["hidden"]
+        rotary = partial(Rotary, context=config.context, base=config.rotary_base)
         attention = partial(
             Attention,
             width,
             config.heads,
+            kv_heads=sizes["kv_heads"],
+            head_width=sizes["head_width"],
             bias=config.bias,
             dropout=config.dropout,
-            rotary_context=config.context if config.position == "rotary" else None,
-            norms=partial(qk_norms, config.qk_norm, norm, width=width, heads=config.heads),
+            rotary=rotary if config.position == "rotary" else None,
+            scale=config.query_scale or None,
+            softcap=config.attn_softcap,
+            norms=partial(qk_norms, config.qk_norm, norm, **sizes),
         )
         mlp = partial(MLP, width, hidden, activation=config.mlp, bias=config.bias, dropout=config.dropout)
-        sizes = {"width": width, "hidden": hidden, "heads": config.heads, "depth": config.depth}
-        block = partial(placement, norm=norm, attention=attention, mlp=mlp, **sizes)
+        block = partial(placement, norm=norm, mlp=mlp, depth=config.depth, **sizes)
         self.embed = Embed(config, vocab_size, norm)
-        self.blocks = nn.ModuleList(block(layer=layer) for layer in range(config.depth))
+        self.blocks = nn.ModuleList(
+            block(layer=layer, attention=partial(attention, window=config.window_of(layer)))
+            for layer in range(config.depth)
+        )
         first: Any = self.blocks[0]
         self.final_norm = norm(width) if first.final_norm else None
         self.head = nn.Linear(width, vocab_size, bias=config.bias and not config.tied)

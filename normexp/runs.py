@@ -63,6 +63,13 @@ NEUTRAL: dict[str, Any] = {
     "model.quant": "none",
     "model.quant_granularity": "token",
     "model.quant_at": "norm_output",
+    "model.kv_heads": 0,
+    "model.head_width": 0,
+    "model.rotary_base": 10_000.0,
+    "model.attn_softcap": 0.0,
+    "model.query_scale": 0.0,
+    "model.window": 0,
+    "model.local_layers": "all",
     "train.z_loss": 0.0,
 }
 
@@ -75,6 +82,9 @@ UNUSED: dict[tuple[str, Any], dict[str, Any]] = {
     ("optim.decay", "inverse_sqrt"): {"optim.final_lr_fraction": 0.1, "optim.decay_fraction": 0.2},
     ("optim.decay", "cosine"): {"optim.decay_fraction": 0.2},
     ("optim.decay", "linear"): {"optim.decay_fraction": 0.2},
+    ("model.window", 0): {"model.local_layers": "all"},
+    ("model.position", "learned"): {"model.rotary_base": 10_000.0},
+    ("model.position", "sinusoidal"): {"model.rotary_base": 10_000.0},
     ("data.tokenizer", "characters"): {"data.vocab_size": 4096},
     ("data.tokenizer", "bytes"): {"data.vocab_size": 4096},
     ("model.quant", "none"): {"model.quant_granularity": "token", "model.quant_at": "norm_output"},

@@ -30,13 +30,19 @@ Runs = Mapping[tuple[str, str], list[dict[str, str]]]  # of a norm at a placemen
 
 
 def names(group: str) -> list[str]:
-    return sorted(path.stem for path in (normexp.CONF / group).glob("*.yaml"))
+    """The choices of a group that are no other one with fields changed."""
+    return sorted(path.stem for path in (normexp.CONF / group).glob("*.yaml") if "_target_" in _node(path))
 
 
 def target(group: str, name: str) -> type:
-    node = yaml.safe_load((normexp.CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
-    found: type = choices.locate(node["_target_"], group)  # type: ignore[assignment]
+    node = _node(normexp.CONF / group / f"{name}.yaml")
+    found: type = choices.locate(str(node["_target_"]), group)  # type: ignore[assignment]
     return found
+
+
+def _node(path: Path) -> dict[str, object]:
+    node: dict[str, object] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return node
 
 
 def own_norm(placement: str) -> str:

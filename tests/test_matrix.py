@@ -5,11 +5,10 @@ import math
 
 import pytest
 
-import normexp
-from normexp import cell, commandline, config
+from normexp import cell, commandline, config, zoo
 from normexp.fields import UserError
 
-NORMS, PLACEMENTS = (sorted(p.stem for p in (normexp.CONF / group).glob("*.yaml")) for group in ("norm", "placement"))
+NORMS, PLACEMENTS = zoo.names("norm"), zoo.names("placement")
 PAIRS = list(itertools.product(NORMS, PLACEMENTS))
 ILLEGAL = {pair for pair in PAIRS if pair[0] != "none" and pair[1] in ("rezero", "tfixup", "ngpt")}
 ILLEGAL |= {("none", placement) for placement in ("admin", "admin_fixed", "keel")}

@@ -15,8 +15,13 @@ from tests import tiny
 TOKENS = torch.randint(0, tiny.VOCABULARY, (3, tiny.CONTEXT), generator=torch.Generator().manual_seed(0))
 
 
+def attention(bias: bool) -> Attention:
+    heads = {"kv_heads": 2, "head_width": 4, "rotary": None, "scale": None, "window": 0, "softcap": 0.0}
+    return Attention(8, 2, bias=bias, dropout=0.0, **heads)
+
+
 def test_attention_against_a_loop_over_queries():
-    layer, x = Attention(8, 2, bias=True, dropout=0.0, rotary_context=None), torch.randn(2, 5, 8)
+    layer, x = attention(bias=True), torch.randn(2, 5, 8)
     q, k, v = (projection(x).view(2, 5, 2, 4) for projection in (layer.q, layer.k, layer.v))
     expected = torch.empty(2, 5, 2, 4)
     for t in range(5):
@@ -37,7 +42,7 @@ def test_mlp_is_its_formula():
 
 def test_sites_inside_sublayers_take_a_norm():
     double = type("Double", (nn.Module,), {"forward": lambda self, x, mask: 2 * x})()
-    layer, x = Attention(8, 2, bias=False, dropout=0.0, rotary_context=None), torch.randn(2, 5, 8)
+    layer, x = attention(bias=False), torch.randn(2, 5, 8)
     torch.testing.assert_close(layer(x, None, {"v": double}), 2 * layer(x))
     torch.testing.assert_close(layer(x, None, {"attn_out": double}), 2 * layer(x))
     assert not torch.allclose(layer(x, None, {"q": double}), layer(x))
@@ -46,7 +51,7 @@ def test_sites_inside_sublayers_take_a_norm():
 
 
 def test_rotary_scores_depend_on_the_distance_only():
-    rotary, q, k = Rotary(8, 16), torch.randn(8), torch.randn(8)
+    rotary, q, k = Rotary(8, 16, 10_000.0), torch.randn(8), torch.randn(8)
     turned_q, turned_k = rotary(q.expand(1, 1, 16, 8)), rotary(k.expand(1, 1, 16, 8))
     scores = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
     for distance in (0, 3, 7):

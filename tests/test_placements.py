@@ -119,7 +119,9 @@ def test_mixln_counts_blocks_exactly():
     placement = zoo.PLACEMENTS["mixln"].func
     for share, depth, count in ((0.29, 100, 29), (0.3, 10, 3), (1.0, 3, 3), (0.0, 3, 0), (0.25, 7, 1)):
         fields = {"post_fraction": share, "depth": depth, "norm": Identity, "attention": Same, "mlp": Same}
-        blocks = [placement(layer=i, width=8, hidden=8, heads=1, **fields) for i in range(depth)]
+        blocks = [
+            placement(layer=i, width=8, hidden=8, heads=1, kv_heads=1, head_width=8, **fields) for i in range(depth)
+        ]
         assert sum(block.post for block in blocks) == count
 
 

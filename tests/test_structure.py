@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"kernels", "fields"},
-    {"norms", "layers"},
-    {"quantise"},
+    {"norms", "attention"},
+    {"layers", "quantise"},
     {"placements"},
     {"model"},
     {
@@ -30,7 +30,7 @@ FLOORS = [
     {"config", "sweeps"},
     {"cell"},
     {"launching"},
-    {"train", "report", "zoo"},
+    {"train", "report", "convert", "zoo"},
 ]
 SOLE_IMPORTERS = {
     "hydra": "commandline",
@@ -43,6 +43,7 @@ SOLE_IMPORTERS = {
     "pyarrow": "data.files",
     "matplotlib": "report",
     "rich": "progress",
+    "safetensors": "convert",
 }
 TORCH_FREE = {"fields", "verdict", "summary", "results", "stats", "report", "progress", "commandline", "sweeps", "runs"}
 MODULES = sorted((ROOT / "normexp").rglob("*.py"))

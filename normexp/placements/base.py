@@ -46,6 +46,7 @@ class Block(nn.Module):
     normalises_qk: ClassVar[bool] = False  # leaves no place for model.qk_norm
     unit_matrices: ClassVar[bool] = False  # every matrix is kept at unit length along the stream's channels
     scaled_logits: ClassVar[bool] = False  # a learned factor for each logit
+    plain_heads: ClassVar[bool] = False  # takes as many heads of k as of q, width / heads wide, and their own scale
 
     def __init__(
         self,
@@ -56,13 +57,15 @@ class Block(nn.Module):
         width: int,
         hidden: int,
         heads: int,
+        kv_heads: int,
+        head_width: int,
         layer: int,
         depth: int,
     ) -> None:
         super().__init__()
         self.width, self.layer, self.depth = width, layer, depth
-        widths = {site: site_width(site, width=width, hidden=hidden, heads=heads) for site in self.sites}
-        self.norm = nn.ModuleDict({site: norm(widths[site]) for site in self.sites})
+        sizes = {"width": width, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_width": head_width}
+        self.norm = nn.ModuleDict({site: norm(site_width(site, **sizes)) for site in self.sites})
         self.attn, self.mlp = attention(), mlp()
 
     def forward(self, x: Any, mask: Tensor | None) -> Any:

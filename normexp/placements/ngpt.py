@@ -29,6 +29,7 @@ class NGPT(Block):
     normalises_qk = True
     unit_matrices = True
     scaled_logits = True
+    plain_heads = True
 
     def __init__(self, *, width: int, hidden: int, heads: int, **others: Any) -> None:
         super().__init__(width=width, hidden=hidden, heads=heads, **others)

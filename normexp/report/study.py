@@ -2,6 +2,7 @@
 
 Six factors have short names and are always told (norm, placement, depth, warmup_steps, lr, init); any further field
 that varies among the runs is a factor too, under its name on the command line, so that seeds are never pooled over it.
+Where recipes vary, the recipe is a factor in the place of the fields that tell one recipe from another.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from normexp.results import FACTORS, LEARNED, VERDICTS, Runs
 NAMED = tuple(name for name in FACTORS if name != "seed")
 # What of a config can change a number; `telemetry` and `tracker` only watch.
 NUMERIC_FIELDS = re.compile(r"(norm|placement|model|data|optim|train)\..+")
+RECIPE = "cell.recipe"
 # What a reader wants to know of the fields that do not vary.
 TOLD = ("train.steps", "train.batch_size", "train.grad_accum", "model.context", "model.width", "optim.name")
 
@@ -53,7 +55,8 @@ def study(runs: Runs) -> Study:
         table[table["status"] == "finished"] if len(table) else pd.DataFrame(columns=["run_id", "written", *FACTORS])
     )
     fields = [name for name in finished.columns if NUMERIC_FIELDS.fullmatch(name) and name not in FACTORS.values()]
-    factors = (*NAMED, *(name for name in fields if _is_factor(finished, name)))
+    recipes = [RECIPE] if RECIPE in finished and len(levels(finished, RECIPE)) > 1 else []
+    factors = (*NAMED, *recipes, *(name for name in fields if _is_factor(finished, name, recipes)))
     finished, twins = _without_twins(finished, [*factors, "seed"])
     varying = tuple(name for name in factors if len(levels(finished, name)) > 1)
     told = [name for name in (*NAMED, *TOLD) if name in finished.columns and name not in varying]
@@ -73,12 +76,13 @@ def _without_twins(table: Frame, key: list[str]) -> tuple[Frame, tuple[tuple[str
     return table[~table["run_id"].isin([left_out for left_out, _ in twins])], tuple(twins)
 
 
-def _is_factor(table: Frame, name: str) -> bool:
-    """A norm's own field differs between norms by nature: it is a factor only if it differs within one norm."""
+def _is_factor(table: Frame, name: str, recipes: list[str]) -> bool:
+    """A norm's own field differs between norms by nature, and many differ between recipes: they are factors only if
+    they differ within one norm and one recipe."""
     group = name.partition(".")[0]
-    if group not in ("norm", "placement"):
-        return len(levels(table, name)) > 1
-    return any(len(levels(rows, name)) > 1 for _, rows in table.groupby(group))
+    by = [*([group] if group in ("norm", "placement") else []), *recipes]
+    parts = [part for _, part in table.groupby(by, dropna=False)] if by else [table]
+    return any(len(levels(part, name)) > 1 for part in parts)
 
 
 def levels(table: Frame, factor: str) -> list[Any]:
