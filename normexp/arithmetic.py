@@ -77,9 +77,13 @@ def _counts() -> tuple[int, int]:
 
 def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
     """Of training, forward and backward: 6 for each weight of a matrix product, and 12 · depth · context · width for
-    the attention, whose mask is not counted (PaLM's convention, 2204.02311, appendix B). Embeddings are look-ups."""
+    the attention, whose mask is not counted (PaLM's convention, 2204.02311, appendix B). Embeddings are look-ups; of
+    experts, those that a token takes count."""
     hidden = round(config.mlp_ratio * config.width)
-    mlp = (3 if config.mlp == "swiglu" else 2) * hidden
+    activation = config.expert_mlp if config.mlp == "moe" else config.mlp
+    mlp = (3 if activation == "swiglu" else 2) * hidden
+    if config.mlp == "moe":
+        mlp = config.experts_per_token * mlp + config.experts  # the router
     weights = config.depth * config.width * (4 * config.width + mlp) + config.width * vocab_size
     return 6.0 * weights + 12.0 * config.depth * config.context * config.width
 

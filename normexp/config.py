@@ -18,6 +18,8 @@ from normexp import kernels
 from normexp.choices import factory, is_ours, own_code, refuse_no_norm
 from normexp.data import Source
 from normexp.fields import NonNegativeInt, UserError, cast_dataclass, show, suggest
+from normexp.fold import forward_is_newer_than
+from normexp.layers import INSIDE
 from normexp.model import ModelConfig
 from normexp.norms import Identity
 from normexp.optim import OptimConfig
@@ -93,6 +95,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
     _check_context(config)
     _check_norm(config)
     _check_placement(config)
+    _check_experts(config)
     return config
 
 
@@ -164,9 +167,11 @@ def _check_memory(config: Config) -> None:
     """Refuses what cannot be held by any reckoning: it would fail late, with a traceback."""
     model, train = config.model, config.train
     row = 4 * train.batch_size * model.context  # bytes of a float for each token of a micro-batch
-    weights = model.depth * model.width**2 * (4 + 2 * model.mlp_ratio)
+    experts = model.experts if model.mlp == "moe" else 1
+    weights = model.depth * model.width**2 * (4 + 2 * model.mlp_ratio * experts)
+    sizes = ("model.width", "model.depth", "model.mlp_ratio", *(("model.experts",) if experts > 1 else ()))
     least = {
-        ("model.width", "model.depth", "model.mlp_ratio"): 16 * weights,  # with gradients and two moments
+        sizes: 16 * weights,  # with gradients and two moments
         ("train.batch_size", "model.context", "model.width", "model.depth"): 2 * row * model.width * model.depth,
         ("train.batch_size", "model.context", "train.grad_accum"): 4 * row * train.grad_accum,  # ids and targets
         ("train.batch_size", "model.context", "train.eval_batches"): 4 * row * train.eval_batches,
@@ -234,6 +239,40 @@ def _check_placement(config: Config) -> None:
         raise UserError(
             f"model.init=placement: placement={placement} asks for no initial weights of its own; give another "
             "model.init, such as xavier"
+        )
+
+
+def _check_experts(config: Config) -> None:
+    """What norm and placement leave without a meaning where the MLP is a mixture of experts."""
+    model, name, placement = config.model, config.cell["norm"], config.cell["placement"]
+    if model.mlp != "moe":
+        return
+    if model.experts_per_token > model.experts:
+        raise UserError(
+            f"model.experts_per_token={model.experts_per_token}: is more than model.experts={model.experts}; "
+            f"give {model.experts} or less"
+        )
+    norm: Any = config.norm(model.width)
+    target: Any = getattr(config.placement, "func", None)
+    inside = [site for site in getattr(target, "sites", ()) if site in INSIDE and site.startswith("mlp_")]
+    if inside and hasattr(norm, "frozen"):
+        raise UserError(
+            f"norm={name}: placement={placement} has it at {inside[0]}, where every expert would move the same "
+            "statistics; give another norm, or model.mlp=relu"
+        )
+    if model.moe_norm == "shared":
+        return
+    if isinstance(norm, Identity):
+        raise UserError(f"model.moe_norm=per_expert: norm={name} leaves none to own; give shared")
+    readers = getattr(target, "feeds", {}).get("mlp_in")
+    if not readers or not set(readers) <= {"mlp.in", "mlp.gate"} or forward_is_newer_than(target, "feeds"):
+        raise UserError(
+            f"model.moe_norm=per_expert: placement={placement} has no norm that the MLP alone reads; give shared"
+        )
+    if not getattr(norm, "mask_padding", True):
+        raise UserError(
+            "norm.mask_padding=false: an expert's norm knows its own tokens by their mask "
+            "(model.moe_norm=per_expert); give true"
         )
 
 

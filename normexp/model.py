@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from normexp.experts import MoE
 from normexp.fields import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 from normexp.kernels.formula import statistics_dtype
 from normexp.layers import MLP, Activation, Attention, QKNorm, qk_norms
@@ -22,8 +23,8 @@ class ModelConfig:
     width: PositiveInt  # channels of the stream
     heads: PositiveInt
     context: PositiveInt  # tokens
-    mlp: Activation
-    mlp_ratio: PositiveFloat  # hidden channels / width
+    mlp: Literal[Activation, "moe"]
+    mlp_ratio: PositiveFloat  # hidden channels / width, of each expert
     position: Literal["learned", "sinusoidal", "rotary"]
     bias: bool  # of the linear layers; the norms have their own
     tied: bool  # the head shares the token embedding's matrix, and has no bias
@@ -33,6 +34,12 @@ class ModelConfig:
     embed_norm: bool  # a norm of the cell's own type on the embeddings
     embed_scale: PositiveFloat | Literal["sqrt", "learned"]  # factor of the token embeddings; √width, or begun there
     logit_softcap: NonNegativeFloat  # the logits' bound; 0: none
+    experts: PositiveInt  # this and what follows: of mlp=moe
+    experts_per_token: PositiveInt
+    expert_mlp: Activation
+    load_balance: NonNegativeFloat  # weight of E Σ f P, averaged over the blocks, in what is minimised
+    router_z_loss: NonNegativeFloat  # likewise of the mean log² Z of the router
+    moe_norm: Literal["shared", "per_expert"]  # experts and router read the block's norm, or own one each
 
 
 def sinusoids(context: int, width: int) -> Tensor:
@@ -79,6 +86,24 @@ def start_scale(config: ModelConfig) -> float:
     return math.sqrt(config.width) if isinstance(config.embed_scale, str) else config.embed_scale
 
 
+def feed_forward(config: ModelConfig, hidden: int) -> Callable[[], nn.Module]:
+    """Makes the MLP of a block."""
+    plain = partial(MLP, config.width, hidden, bias=config.bias)
+    if config.mlp != "moe":
+        return partial(plain, activation=config.mlp, dropout=config.dropout)
+    return partial(
+        MoE,
+        config.width,
+        config.experts,
+        config.experts_per_token,
+        expert=partial(plain, activation=config.expert_mlp, dropout=0.0),
+        dropout=config.dropout,
+        own_norms=config.moe_norm == "per_expert",
+        load_balance=config.load_balance / config.depth,
+        z_loss=config.router_z_loss / config.depth,
+    )
+
+
 class Transformer(nn.Module):
     """Logits (B, T, V) of the next token; `mask` (B, T) is True at real tokens, None when all are.
 
@@ -100,9 +125,8 @@ class Transformer(nn.Module):
             rotary_context=config.context if config.position == "rotary" else None,
             norms=partial(qk_norms, config.qk_norm, norm, width=width, heads=config.heads),
         )
-        mlp = partial(MLP, width, hidden, activation=config.mlp, bias=config.bias, dropout=config.dropout)
         sizes = {"width": width, "hidden": hidden, "heads": config.heads, "depth": config.depth}
-        block = partial(placement, norm=norm, attention=attention, mlp=mlp, **sizes)
+        block = partial(placement, norm=norm, attention=attention, mlp=feed_forward(config, hidden), **sizes)
         self.embed = Embed(config, vocab_size, norm)
         self.blocks = nn.ModuleList(block(layer=layer) for layer in range(config.depth))
         first: Any = self.blocks[0]

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"kernels", "fields"},
     {"norms", "layers"},
+    {"experts"},
     {"placements"},
     {"model"},
     {
