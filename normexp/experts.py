@@ -36,8 +36,9 @@ class MoE(nn.Module):
     Tokens are grouped by expert, which needs their numbers on the host; in compiled code, whose shapes are fixed, every
     expert takes every token, at E / k times the arithmetic.
 
-    Checked: the form of y and of the losses against OLMoE's in `transformers`, in a test; weights, k and the mean over
-    layers in the authors' code. Their f is over k there as here, and k times as large in `transformers`.
+    Checked: y and E Σ f P against OLMoE's code in `transformers`, in a test (Mixtral's gates read there); f over k and
+    the mean over layers of E Σ f P in the authors' fork of megablocks, of the z-loss in their OLMo-core. Not checked:
+    the papers, and the weight of the z-loss, 1e-3, which is from secondary sources.
     """
 
     def __init__(
