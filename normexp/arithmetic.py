@@ -79,10 +79,12 @@ def _counts() -> tuple[int, int]:
 def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
     """Of training, forward and backward: 6 for each weight of a matrix product, and 12 · heads · their channels for
     each layer and token of the context, or of a local layer's window; the mask is not counted (PaLM's convention,
-    2204.02311, appendix B). Embeddings are look-ups."""
+    2204.02311, appendix B). Embeddings are look-ups; of experts, those that a token takes count."""
     sizes = config.sizes()
     query, key = (sizes[heads] * sizes["head_width"] for heads in ("heads", "kv_heads"))
-    mlp = (3 if config.mlp in GATED else 2) * sizes["hidden"]
+    mlp = (3 if (config.expert_mlp if config.mlp == "moe" else config.mlp) in GATED else 2) * sizes["hidden"]
+    if config.mlp == "moe":
+        mlp = config.experts_per_token * mlp + config.experts  # the router
     weights = config.depth * config.width * (2 * query + 2 * key + mlp) + config.width * vocab_size
     seen = sum(min(config.window_of(layer) or config.context, config.context) for layer in range(config.depth))
     return 6.0 * weights + 12.0 * seen * query

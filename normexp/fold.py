@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normexp.experts import MoE, plain_name
 from normexp.model import Transformer
 from normexp.norms import Identity
 
@@ -24,6 +25,8 @@ def fold_norms(model: Transformer) -> Transformer:
     for layer, block in enumerate(folded.blocks):
         for site, norm in block.attn.norm.items():
             _refuse(norm, f"blocks.{layer}.attn.norm.{site}", "the attention")
+        if isinstance(block.mlp, MoE):
+            _fold_experts(block.mlp, f"blocks.{layer}.mlp")
         for site, norm in block.norm.items():
             name = f"blocks.{layer}.norm.{site}"
             if site not in block.feeds:
@@ -39,15 +42,25 @@ def fold_norms(model: Transformer) -> Transformer:
 
 
 def _readers(block: Any, layer: int, site: str) -> list[nn.Linear]:
-    """The linear layers that read the norm at `site`; a block may lack some, as `mlp.gate` without a gated MLP."""
+    """The linear layers that read the norm at `site`; a block may lack some, as `mlp.gate` without a gated MLP, or have
+    one for each expert, and a router beside them."""
     name, kind = f"blocks.{layer}.norm.{site}", type(block).__name__
-    if _forward_is_newer_than(block, "feeds"):
+    if forward_is_newer_than(block, "feeds"):
         raise ValueError(
             f"{name}: {kind} has a `forward` of its own and the `feeds` of its base class; "
             f"give {kind} its own `feeds` if they hold for it"
         )
-    modules = dict(block.named_modules())
-    return [_linear(f"blocks.{layer}.{path}", modules[path]) for path in block.feeds[site] if path in modules]
+    paths = (*block.feeds[site], *(("mlp.router",) if "mlp.in" in block.feeds[site] else ()))
+    found = {path: module for path, module in block.named_modules() if plain_name(path) in paths}
+    return [_linear(f"blocks.{layer}.{path}", module) for path, module in found.items()]
+
+
+def _fold_experts(mlp: MoE, name: str) -> None:
+    """The norms that router and experts own, each into its owner's first matrices."""
+    for owner, norm in mlp.norm.items():
+        paths = ("router",) if owner == "router" else (f"experts.{owner}.in", f"experts.{owner}.gate")
+        readers = [_linear(f"{name}.{path}", module) for path, module in mlp.named_modules() if path in paths]
+        mlp.norm[owner] = _fold(f"{name}.norm.{owner}", norm, readers)
 
 
 def _linear(name: str, module: nn.Module) -> nn.Linear:
@@ -64,9 +77,10 @@ def _refuse_hooks(name: str, module: nn.Module) -> None:
         raise ValueError(f"{name}: has forward hooks, which folding would not keep; remove them first")
 
 
-def _forward_is_newer_than(module: nn.Module, attribute: str) -> bool:
+def forward_is_newer_than(module: nn.Module | type, attribute: str) -> bool:
     """Whether a class below the one that states `attribute` changed what the statement is about."""
-    lineage = [vars(module), *(vars(kind) for kind in type(module).__mro__)]
+    kinds = module.__mro__ if isinstance(module, type) else (module, *type(module).__mro__)
+    lineage = [vars(kind) for kind in kinds]
     forward, stated = (next(i for i, own in enumerate(lineage) if key in own) for key in ("forward", attribute))
     return forward < stated
 
@@ -82,7 +96,7 @@ def _fold(name: str, norm: Any, readers: list[nn.Linear]) -> nn.Module:
     kind = type(norm).__name__
     if not hasattr(norm, "unfold"):
         raise ValueError(f"{name}: {kind} does not say how to `unfold`, so it cannot be folded")
-    if _forward_is_newer_than(norm, "unfold"):
+    if forward_is_newer_than(norm, "unfold"):
         raise ValueError(f"{name}: {kind} has a `forward` of its own and the `unfold` of its base class; give it both")
     _refuse_hooks(name, norm)
     if "rounded" in vars(norm):

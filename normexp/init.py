@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from normexp.experts import plain_name
 from normexp.fields import UserError
 from normexp.model import Transformer, in_norm, start_scale
 from normexp.placements import Init
@@ -78,6 +79,7 @@ def _embedding_std(model: Transformer, rule: Init, name: str) -> float:
 
 
 def _matrix_std(model: Transformer, rule: Init, name: str, linear: nn.Linear) -> float:
+    name = plain_name(name)
     gain = math.prod(gain for matrix, gain in rule.gains.items() if name.endswith(f".{matrix}"))
     if rule.base == "xavier":
         if name == "head":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from normexp.experts import MoE
 from normexp.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from normexp.kernels.formula import statistics_dtype
 from normexp.layers import MLP, Activation, Attention, QKNorm, Rotary, qk_norms
@@ -25,8 +26,8 @@ class ModelConfig:
     kv_heads: NonNegativeInt  # heads of k and v, each shared by heads / kv_heads of q; 0: as many as heads
     head_width: NonNegativeInt  # channels of a head; 0: width / heads
     context: PositiveInt  # tokens
-    mlp: Activation
-    mlp_ratio: PositiveFloat  # hidden channels / width
+    mlp: Literal[Activation, "moe"]
+    mlp_ratio: PositiveFloat  # hidden channels / width, of each expert
     position: Literal["learned", "sinusoidal", "rotary"]
     rotary_base: PositiveFloat
     bias: bool  # of the linear layers; the norms have their own
@@ -37,13 +38,19 @@ class ModelConfig:
     embed_norm: bool  # a norm of the cell's own type on the embeddings
     embed_scale: PositiveFloat | Literal["sqrt", "learned"]  # factor of the token embeddings; √width, or begun there
     logit_softcap: NonNegativeFloat  # the logits' bound; 0: none
-    quant: Quant  # what stands at every norm is rounded to this format and back
-    quant_granularity: Granularity  # what shares a scale
-    quant_at: Place
     attn_softcap: NonNegativeFloat  # the attention scores' bound; 0: none
     query_scale: NonNegativeFloat  # factor of the attention scores; 0: 1/√ the channels of a head
     window: NonNegativeInt  # tokens that a token of a local layer sees, itself among them; 0: all so far
     local_layers: Literal["all", "even"]  # even: the first, the third, … (Gemma 2)
+    experts: PositiveInt  # this and what follows: of mlp=moe
+    experts_per_token: PositiveInt
+    expert_mlp: Activation
+    load_balance: NonNegativeFloat  # weight of E Σ f P, averaged over the blocks, in what is minimised
+    router_z_loss: NonNegativeFloat  # likewise of the mean log² Z of the router
+    moe_norm: Literal["shared", "per_expert"]  # experts and router read the block's norm, or own one each
+    quant: Quant  # what stands at every norm is rounded to this format and back
+    quant_granularity: Granularity  # what shares a scale
+    quant_at: Place
 
     def sizes(self) -> dict[str, int]:
         """Of a block, with what 0 stands for."""
@@ -101,6 +108,24 @@ def start_scale(config: ModelConfig) -> float:
     return math.sqrt(config.width) if isinstance(config.embed_scale, str) else config.embed_scale
 
 
+def feed_forward(config: ModelConfig) -> Callable[[], nn.Module]:
+    """Makes the MLP of a block."""
+    plain = partial(MLP, config.width, config.sizes()["hidden"], bias=config.bias)
+    if config.mlp != "moe":
+        return partial(plain, activation=config.mlp, dropout=config.dropout)
+    return partial(
+        MoE,
+        config.width,
+        config.experts,
+        config.experts_per_token,
+        expert=partial(plain, activation=config.expert_mlp, dropout=0.0),
+        dropout=config.dropout,
+        own_norms=config.moe_norm == "per_expert",
+        load_balance=config.load_balance / config.depth,
+        z_loss=config.router_z_loss / config.depth,
+    )
+
+
 class Transformer(nn.Module):
     """Logits (B, T, V) of the next token; `mask` (B, T) is True at real tokens, None when all are.
 
@@ -113,9 +138,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         norm = quantised(norm, config.quant, config.quant_granularity, config.quant_at)
-        width, hidden = config.width, round(config.mlp_ratio * config.width)
-        sizes = config.sizes()
-        width, hidden = sizes["width"], sizes["hidden"]
+        sizes, width = config.sizes(), config.width
         rotary = partial(Rotary, context=config.context, base=config.rotary_base)
         attention = partial(
             Attention,
@@ -130,8 +153,7 @@ class Transformer(nn.Module):
             softcap=config.attn_softcap,
             norms=partial(qk_norms, config.qk_norm, norm, **sizes),
         )
-        mlp = partial(MLP, width, hidden, activation=config.mlp, bias=config.bias, dropout=config.dropout)
-        block = partial(placement, norm=norm, mlp=mlp, depth=config.depth, **sizes)
+        block = partial(placement, norm=norm, mlp=feed_forward(config), depth=config.depth, **sizes)
         self.embed = Embed(config, vocab_size, norm)
         self.blocks = nn.ModuleList(
             block(layer=layer, attention=partial(attention, window=config.window_of(layer)))

@@ -46,6 +46,15 @@ OUTSIDE = (
     "data._partial_",
 )
 
+EXPERTS = {
+    "model.experts": 8,
+    "model.experts_per_token": 2,
+    "model.expert_mlp": "relu",
+    "model.load_balance": 0.01,
+    "model.router_z_loss": 0.001,
+    "model.moe_norm": "shared",
+}
+
 # Fields added after the first runs were made, and the value with which a run is what it was without the field. With
 # that value they stay out of the hash, so that old runs keep their names.
 NEUTRAL: dict[str, Any] = {
@@ -71,6 +80,7 @@ NEUTRAL: dict[str, Any] = {
     "model.window": 0,
     "model.local_layers": "all",
     "train.z_loss": 0.0,
+    **EXPERTS,
 }
 
 # Fields that another field puts out of use: then they count as this value, whatever they are.
@@ -78,6 +88,7 @@ UNUSED: dict[tuple[str, Any], dict[str, Any]] = {
     ("optim.name", "adamw"): {"optim.momentum": 0.0},
     ("optim.name", "stableadamw"): {"optim.momentum": 0.0},
     ("optim.name", "sgd"): {"optim.betas": [0.9, 0.98], "optim.eps": 1e-8},
+    **dict.fromkeys((("model.mlp", plain) for plain in ("relu", "gelu", "gelu_tanh", "swiglu", "geglu")), EXPERTS),
     ("optim.decay", "constant"): {"optim.final_lr_fraction": 0.1, "optim.decay_fraction": 0.2},
     ("optim.decay", "inverse_sqrt"): {"optim.final_lr_fraction": 0.1, "optim.decay_fraction": 0.2},
     ("optim.decay", "cosine"): {"optim.decay_fraction": 0.2},

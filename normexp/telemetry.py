@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normexp.experts import plain_name
 from normexp.fields import NonNegativeInt, PositiveInt
 
 
@@ -55,7 +56,8 @@ class Layout:
         self._stacks = list(by_size.values())
         self._views = [p.detach().view(-1) for p in self.parameters]
         self.matrices = [f"{group}/{name}" for group, name, _ in matrices]
-        self.mlp_out = [i for i, (_, name, _) in enumerate(matrices) if name == "mlp.out"]  # in the order of the blocks
+        out = [(group, i) for i, (group, name, _) in enumerate(matrices) if plain_name(name) == "mlp.out"]
+        self.mlp_out = [[i for g, i in out if g == group] for group in dict(out)]  # one of each expert, block by block
         sizes = {group: sum(p.numel() for p in rest[group]) for group in self.groups}
         self.segments = [p.numel() for _, _, p in matrices] + [size for size in sizes.values() if size]
         owners = [group for group, _, _ in matrices]
@@ -160,10 +162,11 @@ def rms_t(s: Snapshot) -> Reading:
 
 
 def layer_ratio(s: Snapshot) -> Reading:
-    """First over last block's gradient norm of W₂: below 0.05 is a sign of Post-LN's collapse."""
+    """First over last block's gradient norm of W₂, of all experts' together: below 0.05 is a sign of Post-LN's
+    collapse."""
     matrices = s.gradient_norms[len(s.layout.groups) :]
-    first, last = s.layout.mlp_out[0], s.layout.mlp_out[-1]
-    return Reading(["layer_ratio"], matrices[first : first + 1] / matrices[last])
+    first, last = (torch.linalg.vector_norm(matrices[s.layout.mlp_out[block]]) for block in (0, -1))
+    return Reading(["layer_ratio"], (first / last).unsqueeze(0))
 
 
 METRICS: Mapping[str, Callable[[Snapshot], Reading]] = {

@@ -137,7 +137,10 @@ REFUSED = [
     ("optim.lr=abc", "optim.lr=abc: must be a finite number > 0"),
     ("norm.eps=abc", "norm.eps=abc: must be a finite number > 0"),
     ("optim.betas=[.9,.98,.99]", "optim.betas=[0.9,0.98,0.99]: must be a list of exactly 2 values"),
-    ("model.mlp=rellu", "model.mlp=rellu: must be one of relu, gelu, gelu_tanh, swiglu, geglu (did you mean relu?)"),
+    (
+        "model.mlp=rellu",
+        "model.mlp=rellu: must be one of relu, gelu, gelu_tanh, swiglu, geglu, moe (did you mean relu?)",
+    ),
     ("train.threads=100000", "train.threads=100000: must be an integer in [1, 1024]"),
     ("train.steps=0", "train.steps=0: must be an integer >= 1"),
     (

@@ -187,7 +187,7 @@ def test_a_norm_between_two_roundings(name, padded, place):
             before = plain(x, mask)
             after = expected = fake_quantise(before, mask, quant, granularity)
         assert torch.equal(norm(x, mask=mask), expected)
-        assert norm.observed().keys() == {"quant_error"}
+        assert "quant_error" in norm.observed()
         assert norm.observed()["quant_error"] == relative_error(after, before, mask) > 0
 
 

@@ -11,6 +11,7 @@ FLOORS = [
     {"kernels", "fields"},
     {"norms", "attention"},
     {"layers", "quantise"},
+    {"experts"},
     {"placements"},
     {"model"},
     {

@@ -36,6 +36,7 @@ class PowerNorm(nn.Module):
     restrictions: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "train.grad_accum": ((1,), "its backward pass keeps a state, which every micro-batch would move"),
         "train.dtype": (("float32", "bfloat16"), "its backward pass keeps gradients, and a scaled loss rescales them"),
+        "model.moe_norm": (("shared",), "its warm-up counts forward passes, and an expert may have no token in one"),
         "train.compile": ((False,), "its backward pass keeps a state, which compiled code would not move"),
     }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Block(nn.Module):
         *,
         norm: NormFactory,
         attention: Callable[[], nn.Module],
-        mlp: Callable[[], nn.Module],
+        mlp: Callable[[], Any],
         width: int,
         hidden: int,
         heads: int,
@@ -67,6 +68,8 @@ class Block(nn.Module):
         sizes = {"width": width, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_width": head_width}
         self.norm = nn.ModuleDict({site: norm(site_width(site, **sizes)) for site in self.sites})
         self.attn, self.mlp = attention(), mlp()
+        if "mlp_in" in self.norm and getattr(self.mlp, "own_norms", False):
+            self.norm["mlp_in"] = self.mlp.take_norm(partial(norm, width))
 
     def forward(self, x: Any, mask: Tensor | None) -> Any:
         raise NotImplementedError

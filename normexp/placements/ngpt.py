@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normexp.experts import plain_name
 from normexp.kernels.formula import statistics_dtype
 from normexp.placements.base import Block, Init
 
@@ -19,7 +20,8 @@ class NGPT(Block):
 
     The authors have no biases, no position table (`model.position=rotary`), an untied head, a gated MLP, no weight
     decay and no warmup, all of which are fields here; the embeddings, summed with a table where there is one, are
-    normalised before the first block. Init: any Gaussian, since the matrices are then normalised; N(0, 0.02) here.
+    normalised before the first block. With `model.mlp=moe`, which the paper has not, the experts share one s. Init: any
+    Gaussian, since the matrices are then normalised; N(0, 0.02) here.
     Checked: authors' code, which is followed, but for a zero vector, which stays zero here and is NaN there.
     """
 
@@ -36,7 +38,7 @@ class NGPT(Block):
         stored = width**-0.5
         self.rate = nn.ModuleDict({sublayer: Scale(width, 0.05, stored) for sublayer in ("attn", "mlp")})
         self.qk = Scale(width, 1.0, stored)
-        gated = hasattr(self.mlp, "gate")
+        gated = any(name.split(".")[-1] == "gate" for name, _ in self.mlp.named_modules())
         places = ("mlp_up", "mlp_gate") if gated else ("mlp_up",)
         self.preactivation = nn.ModuleDict({place: Scale(hidden, width**0.5, 1.0) for place in places})
         self.heads = heads
@@ -92,7 +94,7 @@ class UnitMatrices(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.matrices = [  # and the dimension that is the stream's
-            (module.weight, 0 if name.endswith(("attn.o", "mlp.out")) else 1)
+            (module.weight, 0 if plain_name(name).endswith(("attn.o", "mlp.out")) else 1)
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear | nn.Embedding)
         ]
