@@ -87,8 +87,7 @@ def _train(
         folder.write_summary(facts)
         model = build(config, source)
         facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        if config.model.init == "placement":
-            facts["init"] = f"placement ({scheme(model)})"
+        facts["initial_weights"] = str(scheme(model))
         keep_compiled(config.results / "cache" / "inductor")
         trainer = build_trainer(config, source, model)
         state = checkpoint.load(folder.checkpoint)

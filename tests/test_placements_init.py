@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from normexp import cell, commandline, config, train
 from normexp.fields import UserError
 from normexp.init import scheme
+from normexp.report.__main__ import main as report
 from tests import tiny, zoo
 
 WIDTH = 64
@@ -117,8 +119,11 @@ def test_the_rule_in_words():
 def test_the_summary_names_what_was_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train.main(["placement=deepnorm", "model.init=placement", *tiny.SHORT]) == 0
+    used = "xavier, attn.v attn.o mlp.in mlp.out × 0.5946"
     (summary,) = (tmp_path / "results" / "runs").glob("ln-deepnorm-*/summary.json")
-    assert json.loads(summary.read_text())["init"] == "placement (xavier, attn.v attn.o mlp.in mlp.out × 0.5946)"
+    assert json.loads(summary.read_text())["initial_weights"] == used
+    assert report(["results"]) == 0
+    assert f"- **initial weights by placement**: deepnorm: {used}\n" in Path("results/REPORT.md").read_text()
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -30,6 +30,7 @@ def facts(study: Study, command: str) -> Facts:
         ("versions", _unique(counted, "versions.")),
         ("machine", _unique(counted, "machine")),
         ("norm path", _unique(counted, "norm_path")),
+        ("initial weights by placement", _by_placement(counted)),
         ("training time", _seconds(table)),
         ("written", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
     ]
@@ -66,6 +67,16 @@ def _unique(table: Frame, prefix: str) -> str:
         values = sorted({text(value) for value in table[column] if not missing(value)})
         told += [" ".join(filter(None, [column[len(prefix) :].strip("."), " / ".join(values)]))] if values else []
     return ", ".join(told)
+
+
+def _by_placement(counted: Frame) -> str:
+    """The rule of `model.init=placement`, with its gains, for each placement and depth drawn by it."""
+    if "initial_weights" not in counted:
+        return ""
+    drawn = counted[counted["init"] == "placement"]
+    rules = sorted(set(zip(drawn["placement"], drawn["depth"], drawn["initial_weights"], strict=True)))
+    several = len({depth for _, depth, _ in rules}) > 1
+    return "; ".join(f"{name}{f' of {depth} blocks' if several else ''}: {rule}" for name, depth, rule in rules)
 
 
 def _seconds(table: Frame) -> str:
