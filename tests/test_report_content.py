@@ -151,3 +151,28 @@ def test_layer_norms_are_a_geometric_mean_and_not_finite_where_a_seed_is_not(tmp
     assert norms.values_LS[11, list(norms.steps).index(10)] == pytest.approx((one * other) ** 0.5)
     assert np.isinf(norms.values_LS[:, norms.steps > 100]).all()
     assert np.isfinite(norms.values_LS[:, norms.steps <= 100]).all()
+
+
+def test_what_norm_and_placement_fix_together_spreads_no_panels(tmp_path):
+    """Initial weights that go with a placement are told, and are no axis."""
+    for placement, init in (("pre", "xavier"), ("deepnorm", "placement")):
+        fake_runs.write_run(tmp_path, fake_runs.config("ln", placement, 2, 0, 0, model__init=init))
+    found = cells(tmp_path)
+    assert found.nested == ("init",)
+    assert found.varying == ("placement", "init")
+    drawing = figure_of(tmp_path)
+    assert "init by norm and placement" in drawing.sheet.layout.subtitle
+    fake_runs.write_run(tmp_path, fake_runs.config("ln", "pre", 2, 0, 0, model__init="gpt2"))
+    assert cells(tmp_path).nested == ()
+
+
+def test_a_loss_far_above_ln_v_is_cut_off(tmp_path):
+    folders = [fake_runs.write_run(tmp_path, fake_runs.config("ln", "pre", depth, 0, 0)) for depth in (2, 6)]
+    lines = (folders[0] / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows = [row | ({"train/loss": 500.0} if row["step"] > 50 and "train/loss" in row else {}) for row in rows]
+    (folders[0] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (axes, *_), *_ = figure_of(tmp_path, "loss_curves").sheet.axes
+    low, high = axes.get_ylim()
+    assert high == pytest.approx(1.5 * np.log(65))
+    assert 0 < low < 2.5

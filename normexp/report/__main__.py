@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -30,10 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (NotADirectoryError, FileExistsError, PermissionError) as mistake:
         print(f"normexp.report: cannot write into {out}: {mistake.strerror}", file=sys.stderr)
         return 2
-    print(f"{built.counted} of {built.read} readable runs counted")
-    for what, why in [*built.uncounted, *((figure.name, f"not drawn: {figure.why}") for figure in built.missing)]:
-        print(f"  {what}: {why}")
-    print(*built.files, sep="\n")
+    aside = [*built.uncounted, *((figure.name, f"not drawn: {figure.why}") for figure in built.missing)]
+    told = [f"{built.counted} of {built.read} readable runs counted", *(f"  {what}: {why}" for what, why in aside)]
+    try:
+        print(*told, *built.files, sep="\n", flush=True)
+    except BrokenPipeError:  # a reader that has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if built.counted else 1
 
 

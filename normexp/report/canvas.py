@@ -5,6 +5,7 @@ Sizes are fixed in inches, so that titles, labels and legends have room of their
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -168,12 +169,17 @@ class Sheet:
         for axes, (row, column) in self.places():
             axes.tick_params(labelleft=column == 0, labelbottom=row == len(self.axes) - 1)
 
-    def share_limits(self) -> None:
-        """Gives all panels the widest limits of those that show something."""
+    def share_limits(self, top: float = math.inf) -> None:
+        """Gives all panels the widest limits of those that show something, y up to `top` at most."""
         filled = [axes for axes, _ in self.places() if axes.has_data()]
-        for axes, _ in self.places() if filled else ():
-            axes.set_xlim(min(other.get_xlim()[0] for other in filled), max(other.get_xlim()[1] for other in filled))
-            axes.set_ylim(min(other.get_ylim()[0] for other in filled), max(other.get_ylim()[1] for other in filled))
+        if filled:
+            x, y = ([axes.get_xlim() for axes in filled], [axes.get_ylim() for axes in filled])
+            low, high = min(low for low, _ in y), max(high for _, high in y)
+            if high > top:  # the margin below belongs to what is cut off, too
+                low, high = max(low, min(axes.dataLim.ymin for axes in filled) - 0.05 * top), top
+            for axes, _ in self.places():
+                axes.set_xlim(min(left for left, _ in x), max(right for _, right in x))
+                axes.set_ylim(low, high)
         self.share_axes()
 
     def whole_decades(self) -> None:

@@ -21,12 +21,12 @@ WINDOW = 10  # steps
 def loss_curves(study: Study) -> Iterator[Drawing | Missing]:
     for grid in grids(study, ("placement",), "norm"):
         styles = line_styles(study.levels("norm"))
-        entropy = _entropy(grid.part)
+        entropy, top = _entropy(grid.part), 1.5 * math.log(float(grid.part["vocab_size"].max()))
         layout = Layout(
             title="Training loss",
             subtitle=f"{setting(study, grid.values)}; {seeds_of(grid.part, study.factors)}. Line: mean over the seeds "
             f"of the mean of the last {WINDOW} steps; band: range of the seeds; ×: a seed's last finite loss, where "
-            "others follow.",
+            f"others follow. Cut off at {top:.1f}, 1.5 ln V.",
             rows=grid.row_labels,
             columns=grid.column_labels,
             x_label="step",
@@ -38,7 +38,7 @@ def loss_curves(study: Study) -> Iterator[Drawing | Missing]:
             for values, cell in split(grid.at(place), ("norm",)):
                 _curve(axes, smoothed(study, cell), styles[values["norm"]])
             marks.reference(axes, entropy)
-        sheet.share_limits()
+        sheet.share_limits(top)
         yield Drawing(file_name("loss_curves", grid.values), sheet)
 
 

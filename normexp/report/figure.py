@@ -34,6 +34,7 @@ def setting(study: Study, values: Values) -> str:
         told.append(f"{known['train.steps']} steps")
     if {*BATCH} <= known.keys():
         told.append(f"{known['train.batch_size'] * known['train.grad_accum']} × {known['model.context']} tokens a step")
+    told += [f"{name} by norm and placement" for name in study.nested]
     return ", ".join(told)
 
 
@@ -58,7 +59,7 @@ def train_text(cell: Frame) -> str:
 
 def across(study: Study, *used: str) -> str:
     """The factor that goes over the columns of panels: the first that varies and has no other place."""
-    free = sorted(study.others(*used), key=["lr", "warmup_steps"].__contains__, reverse=True)
+    free = sorted(study.apart(*used), key=["lr", "warmup_steps"].__contains__, reverse=True)
     return next(iter(free), "warmup_steps" if "warmup_steps" not in used else "init")
 
 
@@ -88,7 +89,7 @@ class Grid:
 def grids(study: Study, rows: tuple[str, ...], *within: str) -> Iterator[Grid]:
     """One grid a file. `within` are the factors that the panels themselves show."""
     column = across(study, *rows, *within)
-    for values, part in split(study.finished, study.others(*rows, *within, column)):
+    for values, part in split(study.finished, study.apart(*rows, *within, column)):
         labels = [row for row, _ in split(part, rows)]
         columns = levels(part, column)
         height = max(1, LARGEST // len(columns))

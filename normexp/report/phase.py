@@ -18,7 +18,7 @@ NAMES = {"warmup_steps": "warmup", "lr": "learning rate"}
 UNITS = {"warmup_steps": "warmup (steps)", "depth": "depth (blocks)", "lr": "learning rate"}
 HOW = (
     "Tile: share of the seeds by verdict, each the darker the higher their mean loss; mean final validation loss (nats "
-    "per token); seeds that train / seeds run."
+    "per token); seeds that train / seeds run; –: not run."
 )
 PARTLY = " *: mean of the finite losses only."
 LEVELS = [step / 99 for step in range(100)]
@@ -48,7 +48,7 @@ def phase_diagrams(study: Study) -> Iterator[Drawing | Missing]:
     """Depth over warmup for each norm and placement; over what else varies where they do not."""
     if not study.varying:
         yield Missing("phase_diagram", "needs two cells")
-    elif not study.others("norm", "placement"):
+    elif not study.apart("norm", "placement"):
         yield _norms_by_placement(study)
     else:
         yield from _diagrams(study, *_axes(study))
@@ -56,7 +56,7 @@ def phase_diagrams(study: Study) -> Iterator[Drawing | Missing]:
 
 def _axes(study: Study) -> tuple[str, str]:
     """The factors up and across: depth and warmup, or what varies in their place."""
-    free = [factor for factor in study.others("norm", "placement") if factor not in ("depth", "warmup_steps")]
+    free = [factor for factor in study.apart("norm", "placement") if factor not in ("depth", "warmup_steps")]
     across = "warmup_steps" if "warmup_steps" in study.varying or not free else free.pop(0)
     return "depth" if "depth" in study.varying or not free else free.pop(0), across
 
@@ -64,7 +64,7 @@ def _axes(study: Study) -> tuple[str, str]:
 def _diagrams(study: Study, up: str, across: str) -> Iterator[Drawing]:
     scale = Scale.of(study.finished)
     varying = [NAMES.get(factor, factor) for factor in (up, across) if factor in study.varying]
-    for values, part in split(study.finished, study.others("norm", "placement", up, across)):
+    for values, part in split(study.finished, study.apart("norm", "placement", up, across)):
         norms, placements = levels(part, "norm"), levels(part, "placement")
         ups, acrosses = levels(part, up), levels(part, across)
         layout = Layout(
@@ -138,7 +138,7 @@ def _tiles(axes: Axes, cells: Frame, x: Axis, y: Axis, scale: Scale) -> None:
 
 def _tile(axes: Axes, column: int, row: int, cell: Frame, scale: Scale) -> None:
     if cell.empty:
-        tile_text(axes, column, row, ("", "no run"), [])
+        tile_text(axes, column, row, ("", "–"), [])
         return
     segments = _segments(cell, scale)
     verdict_tile(axes, column, row, segments)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -44,6 +45,18 @@ class Study:
 
     def others(self, *used: str) -> tuple[str, ...]:
         return tuple(factor for factor in self.varying if factor not in used)
+
+    def apart(self, *used: str) -> tuple[str, ...]:
+        """The others that one norm at one placement has several values of: what a figure must keep apart."""
+        return tuple(factor for factor in self.others(*used) if factor not in self.nested)
+
+    @cached_property
+    def nested(self) -> tuple[str, ...]:
+        """Varying factors that norm and placement fix together, such as initial weights that go with a placement."""
+        pair = ["norm", "placement"]
+        parts = [part for _, part in self.finished.groupby(pair)] if len(self.finished) else []
+        others = [factor for factor in self.others(*pair) if len(parts) > 1]
+        return tuple(factor for factor in others if all(len(levels(part, factor)) == 1 for part in parts))
 
     def cells(self) -> Iterator[tuple[Values, Frame]]:
         return split(self.finished, self.factors)
