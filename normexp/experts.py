@@ -68,6 +68,8 @@ class MoE(nn.Module):
         return Identity(self.router.in_features)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, sites: Sites = NOWHERE) -> Tensor:
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)  # a pad may be infinite
         logits_BTE = self._logits(x, mask)
         p_BTE = logits_BTE.softmax(-1)
         routed_BTE = torch.zeros_like(p_BTE, dtype=torch.bool).scatter(-1, p_BTE.topk(self.per_token).indices, True)
@@ -111,7 +113,9 @@ class MoE(nn.Module):
         y: Any = 0
         out = x
         for index, expert in enumerate(self.experts):
-            out = expert(self._read(x, index, routed_BTE), routed_BTE[..., index], sites)
+            own_BT = routed_BTE[..., index]
+            read = self._read(x, index, routed_BTE).masked_fill(~own_BT.unsqueeze(-1), 0.0)  # 0 · ∞ is no 0
+            out = expert(read, own_BT, sites)
             y = y + gates_BTE[..., index : index + 1] * out
         return y.to(out.dtype)
 

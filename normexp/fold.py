@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.experts import MoE, plain_name
-from normexp.model import Transformer
+from normexp.model import Transformer, hooks
 from normexp.norms import Identity
 
 
@@ -19,6 +19,8 @@ def fold_norms(model: Transformer) -> Transformer:
     is the stream) or that cannot be written so, and the layer that is wrapped, hooked or not a plain nn.Linear. Not
     for training: the optimiser would see other parameters.
     """
+    for hook in hooks(model, "aux_loss"):
+        hook()  # a loss that was never handed over is part of a graph, which cannot be copied
     folded = copy.deepcopy(model).eval()
     _refuse(folded.embed.norm, "embed.norm", "the embeddings")
     block: Any

@@ -146,6 +146,12 @@ def _remove(node: dict[str, Any], path: str, value: Any = _ANY) -> None:
         del node[name]
 
 
+def out_of_use(resolved: Mapping[str, Any]) -> set[str]:
+    """The fields that another one puts out of use."""
+    idle = [others for (path, value), others in UNUSED.items() if _field(dict(resolved), path) == value]
+    return {path for others in idle for path in others}
+
+
 class RunFolder:
     """`config.yaml`, `summary.json`, `metrics.jsonl`, `checkpoint.pt` and, after a fault, `traceback.txt`."""
 

@@ -4,6 +4,7 @@ The model does not know that it is watched: gradients are read from `.grad`. A r
 flush, which makes one transfer for all rows since the last one.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ METRICS: Mapping[str, Callable[[Snapshot], Reading]] = {
 
 class Observed:
     """What modules saw in their last forward pass, such as a router its load: a module with an optional method
-    `observed() -> {metric: value}` gives the paths metric/layer_00/mlp, and for a vector metric/layer_00/mlp.0, …"""
+    `observed() -> {metric: value}` gives the paths metric/layer_00/mlp, and for several numbers …/mlp.0, …"""
 
     def __init__(self, model: nn.Module) -> None:
         named = [(name, module) for name, module in model.named_modules() if hasattr(module, "observed")]
@@ -195,7 +196,7 @@ class Observed:
 
 
 def _elements(path: str, value: Tensor) -> list[str]:
-    return [f"{path}.{index}" for index in range(len(value))] if value.ndim else [path]
+    return [f"{path}.{index}" for index in range(value.numel())] if value.ndim else [path]
 
 
 class Buffer:
@@ -213,5 +214,6 @@ class Buffer:
         values = iter(torch.cat(vectors).tolist() if vectors else [])
         for row, readings in rows:
             for reading in readings:
-                row.update(zip(reading.paths, values, strict=False))
+                own = itertools.islice(values, reading.values.numel())
+                row.update(zip(reading.paths, own, strict=True))
         return [row for row, _ in rows]

@@ -74,6 +74,18 @@ def test_a_window_counts_the_token_itself():
     assert visible(4, 2, torch.device("cpu")).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
+def test_dropout_under_a_soft_cap_is_of_the_weights():
+    """With the identity for v, y is the weights: some are 0, the others 1 / (1 − share) times what they were."""
+    q, k = (torch.randn(4, 2, 16, 16) for _ in range(2))
+    v = torch.eye(16).expand(4, 2, 16, 16)
+    whole, dropped = (attend(q, k, v, scale=None, window=0, softcap=5.0, dropout=share) for share in (0.0, 0.25))
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], whole[kept] / 0.75)
+    below = torch.ones(16, 16, dtype=torch.bool).tril().expand_as(kept)
+    assert 0.68 < kept[below].float().mean() < 0.82  # of 1,088 weights: five standard errors
+    assert not kept[~below].any()
+
+
 def test_scores_under_a_soft_cap_are_float32():
     """Scores of 40 and 39.75, of which bfloat16 still knows the difference; under a cap of 100 it would not."""
     q = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
@@ -231,6 +243,8 @@ REFUSED = [
     (["model.kv_heads=-1"], "model.kv_heads=-1: must be an integer >= 0"),
     (["model.head_width=7", "model.position=rotary"], "model.head_width=7: model.position=rotary rotates pairs"),
     (["model.head_width=100000000000"], "model.width=64 model.depth=6 model.mlp_ratio=4.0 model.head_width=100000000"),
+    (["model.context=1000000", "model.attn_softcap=50"], "model.context=1000000 model.attn_softcap=50.0 model.heads=4"),
+    (["model.context=1000000", "model.window=8"], "model.context=1000000 model.window=8: needs"),
     (["model.local_layers=odd"], "model.local_layers=odd: must be one of all, even"),
     (["placement=ngpt", "norm=none", "model.kv_heads=2"], "model.kv_heads=2: placement=ngpt scales whole heads of q"),
     (["placement=ngpt", "norm=none", "model.head_width=8"], "model.head_width=8: placement=ngpt scales whole heads"),

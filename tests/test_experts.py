@@ -322,3 +322,25 @@ def test_plain_names():
     assert plain_name("mlp.experts.0.in") == "mlp.in"
     assert plain_name("blocks.1.mlp.router") == "blocks.1.mlp.router"
     assert plain_name("blocks.1.mlp.out") == "blocks.1.mlp.out"
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_what_is_infinite_where_it_does_not_count_reaches_nothing(compiling, monkeypatch):
+    """0 · ∞ is no 0: an expert that overflows on another's tokens, and a pad that already has."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    layer, x = moe(2, 1).train(), draw(2, 3, WIDTH)
+    x[..., 0] = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]])
+    with torch.no_grad():
+        layer.router.weight.zero_()[0, 0] = 100.0  # tokens with x_0 > 0 go to expert 0
+        layer.experts[1].get_submodule("in").weight[:, 0] = 1e308
+    x[..., 0] *= 10  # 1e309 is infinite in float64
+    mask = torch.tensor([[True, False, True], [False, True, False]])  # the tokens of expert 0 are the real ones
+    x[0, 1], x[1, 2] = torch.inf, torch.nan
+    x.requires_grad_()
+    y = layer(x, mask)
+    loss = layer.aux_loss()
+    (y.sum() + loss).backward()
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(x.grad).all()
+    assert torch.isfinite(layer.router.weight.grad).all()

@@ -96,10 +96,22 @@ REFUSED = [
         "model.moe_norm=per_expert: norm=power takes shared only: its warm-up",
     ),
     (
+        ["placement=subln", "model.quant=int8"],
+        "model.quant=int8: placement=subln has a norm at mlp_hidden, which every expert calls",
+    ),
+    (
+        ["model.experts=1000000000"],
+        "model.width=64 model.depth=6 model.mlp_ratio=4.0 model.experts=1000000000: needs",
+    ),
+    (
         ["norm=bn", "norm.mask_padding=false", "model.moe_norm=per_expert"],
         "norm.mask_padding=false: an expert's norm knows its own tokens by their mask (model.moe_norm=per_expert); g",
     ),
 ]
+
+
+def test_a_field_out_of_use_is_not_held_against_a_norm():
+    assert load("norm=power", "model.moe_norm=per_expert").model.mlp == "relu"
 
 
 @pytest.mark.parametrize(("overrides", "line"), REFUSED)

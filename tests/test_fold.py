@@ -190,3 +190,10 @@ def with_placement(placement):
 def test_the_sites_that_a_placement_may_fold():
     assert set(PreNorm.feeds) == set(PreNorm.sites)
     assert PostNorm.feeds == {}  # the stream itself is normalised
+
+
+def test_a_loss_that_was_never_handed_over_is_no_hindrance():
+    model = tiny.model("rms", "pre", mlp="moe").train()
+    tokens = torch.arange(tiny.CONTEXT).view(1, -1) % tiny.VOCABULARY
+    model(tokens)
+    torch.testing.assert_close(fold_norms(model)(tokens), model.eval()(tokens), atol=1e-5, rtol=1e-5)

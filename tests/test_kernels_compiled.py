@@ -161,7 +161,7 @@ LEFT_OUT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("without", LEFT_OUT, ids="-".join)
+@pytest.mark.parametrize("without", LEFT_OUT, ids=lambda names: "-".join(sorted(names)))
 @pytest.mark.parametrize(
     "shape",
     [

@@ -49,6 +49,25 @@ def test_weight_decay_touches_matrices_only_and_the_same_in_every_cell(norm, pla
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
+class Learned(torch.nn.Module):
+    """A user's norm that owns a linear layer."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.mix = torch.nn.Linear(dim, dim)
+
+    def forward(self, x, mask=None):
+        return self.mix(x)
+
+
+def test_nothing_inside_a_norm_decays():
+    model = tiny.model(Learned, "pre")
+    decayed = {id(p) for p in parameter_groups(model, 0.1)[0]["params"]}
+    inside = [p for name, p in model.named_parameters() if "norm" in name]
+    assert len(inside) == 2 * 5
+    assert not any(id(p) in decayed for p in inside)
+
+
 def test_a_tied_matrix_is_in_one_group_once():
     groups = parameter_groups(tiny.model(tied=True), 0.1)
     assert len({id(p) for group in groups for p in group["params"]}) == sum(len(group["params"]) for group in groups)

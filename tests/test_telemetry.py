@@ -200,7 +200,7 @@ class Watching(nn.Module):
         self.norm, self.seen = nn.LayerNorm(dim), {}
 
     def forward(self, x, mask=None):
-        self.seen = {"mean": x.mean(), "ends": x.flatten()[[0, -1]]}
+        self.seen = {"mean": x.mean(), "ends": x.flatten()[[0, -1]], "grid": x[0, :2, :3]}
         return self.norm(x)
 
     def observed(self):
@@ -221,6 +221,11 @@ def test_what_a_module_observed_is_logged_where_the_metrics_are_read():
     seen = trainer.model.final_norm.seen
     assert row["mean/final_norm"] == float(seen["mean"].detach())
     assert [row["ends/final_norm.0"], row["ends/final_norm.1"]] == seen["ends"].tolist()
+    assert [row[f"grid/final_norm.{i}"] for i in range(6)] == seen["grid"].flatten().tolist()
+    buffer = Buffer()
+    buffer.add({"step": 0}, [Reading(["one"], torch.ones(2))])
+    with pytest.raises(ValueError, match="zip"):  # or each later value would stand under another's name
+        buffer.flush()
 
 
 def test_norms_of_gradients_are_to_the_bit_those_of_each():

@@ -14,6 +14,7 @@ from normexp.layers import INSIDE
 from normexp.norms import Identity
 from normexp.placements import Block
 from normexp.quantise import quantised
+from normexp.runs import out_of_use
 
 
 def check(config: Config) -> None:
@@ -32,8 +33,9 @@ def _check_norm(config: Config) -> None:
     norm_path(config)
     if not is_ours(config.norm.func):  # type: ignore[attr-defined]
         refuse_no_norm(norm, name, width, config.device)
+    idle = out_of_use(config.resolved)
     for path, (allowed, why) in getattr(norm, "restrictions", {}).items():
-        if (value := attrgetter(path)(config)) not in allowed:
+        if path not in idle and (value := attrgetter(path)(config)) not in allowed:
             raise UserError(f"{path}={show(value)}: norm={name} takes {' or '.join(map(show, allowed))} only: {why}")
     problem = getattr(norm, "problem", None)
     reason = problem(config.train.batch_size, config.model.context) if problem else None
@@ -93,6 +95,11 @@ def _check_experts(config: Config) -> None:
         raise UserError(
             f"norm={name}: placement={placement} has it at {inside[0]}, where every expert would move the same "
             "statistics; give another norm, or model.mlp=relu"
+        )
+    if inside and model.quant != "none":
+        raise UserError(
+            f"model.quant={model.quant}: placement={placement} has a norm at {inside[0]}, which every expert calls "
+            "with its own tokens, or with none; give model.quant=none, or model.mlp=relu"
         )
     if model.moe_norm == "shared":
         return

@@ -75,9 +75,12 @@ def _check_memory(config: Config) -> None:
     experts = model.experts if model.mlp == "moe" else 1
     weights = model.depth * model.width * (projected + 2 * sizes["hidden"] * experts)
     own = [*(["model.head_width"] if model.head_width else []), *(["model.experts"] if experts > 1 else [])]
+    scores = row * model.heads * model.context  # which a soft cap needs whole
     least = {
         ("model.width", "model.depth", "model.mlp_ratio", *own): 16 * weights,  # with gradients and two moments
         ("train.batch_size", "model.context", "model.width", "model.depth"): 2 * row * model.width * model.depth,
+        ("model.context", "model.attn_softcap", "model.heads", "train.batch_size"): scores if model.attn_softcap else 0,
+        ("model.context", "model.window"): model.context**2 if 0 < model.window < model.context else 0,  # the mask
         ("train.batch_size", "model.context", "train.grad_accum"): 4 * row * train.grad_accum,  # ids and targets
         ("train.batch_size", "model.context", "train.eval_batches"): 4 * row * train.eval_batches,
     }

@@ -26,11 +26,8 @@ class MixLN(Block):
         super().__init__(layer=layer, depth=depth, **others)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        if self.post:
-            x = self.norm["attn_residual"](x + self.attn(x, mask), mask)
-            return self.norm["mlp_residual"](x + self.mlp(x, mask), mask)
-        x = x + self.attn(self.norm["attn_in"](x, mask), mask)
-        return x + self.mlp(self.norm["mlp_in"](x, mask), mask)
+        block: Any = PostNorm if self.post else PreNorm
+        return block.forward(self, x, mask)
 
 
 class HybridNorm(Block):

@@ -59,7 +59,8 @@ class Keel(Block):
     """n₁(αx + F(n₂(x))) with α = 2N, the number of sublayers (2601.19895).
 
     The first block has α = 1 and no n₁ after its attention: h = x + Attn(n₂(x)); n₁(h + FFN(n₂(h))). No final norm, of
-    which the paper says nothing. Its norms have no bias. No init of its own. Checked: paper.
+    which the paper says nothing. Its norms have no bias; here the cell's norm decides. No init of its own.
+    Checked: paper.
     """
 
     final_norm = False
