@@ -1,14 +1,19 @@
 """Folders of published models in and out: identity there and back, and a refusal for all that has no place here."""
 
+import errno
 import json
+import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
-from normexp import cell
-from normexp.convert import FAMILIES, export_folder, import_folder, load_model, names
+from normexp import cell, commandline
+from normexp.convert import FAMILIES, export_folder, files, import_folder, load_model, names
 from normexp.convert.__main__ import main
+from normexp.fields import UserError
 from tests import hub, tiny
 from tests.test_model_fields import load
 
@@ -67,7 +72,8 @@ def test_the_maps_are_each_others_inverse(kind):
 
 
 @pytest.mark.parametrize(("recipe", "changes"), [
-    ("gpt2", ["model.mlp=relu"]), ("llama", []), ("llama", ["model.head_width=6", "model.tied=true"]),
+    ("gpt2", ["model.mlp=relu", "model.rotary_base=500", "model.expert_mlp=gelu"]), ("llama", []),
+    ("llama", ["model.head_width=6", "model.tied=true"]),
     ("gemma2", ["model.query_scale=0.25", "model.local_layers=all", "model.window=4"]), ("gemma2", ["model.window=0"]),
     ("olmo2", []),
 ])  # fmt: skip
@@ -82,6 +88,34 @@ def test_a_trained_run_becomes_a_model_of_transformers(recipe, changes, tmp_path
     ours, tokens = load_model(folder.path), torch.randint(0, 65, (2, 16))
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)  # sums in another order
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 65
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "llama"])
+def test_a_size_of_ours_stays_in_its_family(recipe):
+    """What it says of experts, of which there are none, counts for nothing."""
+    for size in ("gpt2", "small"):
+        values = commandline.compose([f"recipe={recipe}", f"model={size}"]).values
+        assert values["model"]["expert_mlp"] == "gelu"
+        assert files._family(values).model_type == recipe
+
+
+def test_a_run_older_than_a_field_is_what_it_was(published, tmp_path):
+    """And a field that every run had is not made up."""
+    import_folder(published / "gpt2", tmp_path / "run")
+    expected = load_model(tmp_path / "run")(hub.TOKENS)
+    export_folder(tmp_path / "run", tmp_path / "before")
+    path = tmp_path / "run" / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    for field in ("norm.kernel", "norm.gain_offset", "model.kv_heads", "model.expert_mlp", "model.quant"):
+        del config[field.split(".")[0]][field.split(".")[1]]
+    path.write_text(yaml.safe_dump(config))
+    assert torch.equal(load_model(tmp_path / "run")(hub.TOKENS), expected)
+    export_folder(tmp_path / "run", tmp_path / "after")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    path.write_text(path.read_text().replace("  mlp_ratio: 4.0\n", ""))
+    with pytest.raises(UserError, match=r"model.mlp_ratio: is missing"):
+        load_model(tmp_path / "run")
 
 
 def test_the_command_prints_overrides_that_make_the_model(published, tmp_path, capsys):
@@ -155,11 +189,24 @@ CONFIGS = [  # what one line says of a key that ours has no place for
     ("llama", {"vocab_size": None}, "vocab_size=null: must be an integer >= 1"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true: normexp has false only"),
     ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: normexp has true only"),
-    ("gpt2", {"activation_function": "silu"}, "activation_function=silu: normexp has gelu_new"),
+    ("gpt2", {"activation_function": "silu"}, "activation_function=silu: must be one of gelu_new"),
     ("gpt2", {"resid_pdrop": 0.3}, "attn_pdrop=0.0: normexp has one dropout"),
     ("gpt2", {"n_ctx": 64}, "n_ctx=64: is not n_positions=32"),
     ("gemma2", {"layer_types": [FULL, LOCAL, FULL]}, "layer_types=[full_attention,sliding_attention,full_attention]:"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true: normexp has false only"),
+    ("llama", {"model_type": ["gpt2"]}, "model_type=[gpt2]: normexp converts"),
+    ("llama", {"hidden_size": [24]}, "hidden_size=[24]: must be an integer"),
+    ("llama", {"rope_parameters": "default"}, "rope_parameters=default: must be null or an object"),
+    ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta=null: must be a finite number"),
+    ("llama", {"rope_theta": "abc"}, "rope_theta=abc: must be a finite number > 0"),
+    ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps=x: must be a finite number > 0"),
+    ("llama", {"tie_word_embeddings": 3}, "tie_word_embeddings=3: must be true or false"),
+    ("gpt2", {"activation_function": ["gelu"]}, "activation_function=[gelu]: must be one of"),
+    ("gpt2", {"n_inner": "x"}, "n_inner=x: must be an integer >= 1 or null"),
+    ("gemma2", {"layer_types": 5}, "layer_types=5: must be a list"),
+    ("gemma2", {"layer_types": [LOCAL, FULL]}, "layer_types=[sliding_attention,full_attention]: has 2 layers, not num"),
+    ("gemma2", {"query_pre_attn_scalar": -7}, "query_pre_attn_scalar=-7: must be an integer >= 1"),
+    ("gemma2", {"attn_logit_softcapping": "x"}, "attn_logit_softcapping=x: must be a finite number > 0 or null"),
     ("olmo2", {"vocab_size": 30}, "model.embed_tokens.weight: has shape (29, 24), not (30, 24), as the config asks"),
     ("olmo2", {"num_hidden_layers": 4}, "model.layers.3.post_attention_layernorm.weight: is missing from the weights"),
     ("olmo2", {"num_hidden_layers": 2}, "model.layers.2.mlp.down_proj.weight: is in the weights, but not in the model"),
@@ -172,6 +219,11 @@ def test_what_has_no_place_is_refused_by_name(kind, changes, line, published, tm
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"error: {line}")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_number_may_be_spelt_as_text_or_float(published, tmp_path):
+    folder = rewritten(published / "gpt2", tmp_path / "in", n_inner="96", n_embd=24.0, resid_pdrop="0")
+    assert import_folder(folder, tmp_path / "out") == import_folder(published / "gpt2", tmp_path / "plain")
 
 
 def test_layers_that_are_all_alike(published, tmp_path):
@@ -197,21 +249,52 @@ def test_a_run_of_no_family_is_refused_by_name(overrides, line, tmp_path, monkey
 
 def test_other_mistakes_are_told_in_one_line(published, tmp_path, capsys):
     head = load_file(published / "gpt2" / "model.safetensors") | {"lm_head.weight": torch.ones(29, 24)}
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "config.json").write_bytes((published / "llama" / "config.json").read_bytes())
+    body = {name: tensor for name, tensor in head.items() if "wte" not in name}
+    for name in ("empty", "bin", "index", "broken", "x.safetensors"):
+        (tmp_path / name).mkdir()
+    for name in ("bin", "index"):
+        (tmp_path / name / "config.json").write_bytes((published / "llama" / "config.json").read_bytes())
     (tmp_path / "bin" / "pytorch_model.bin").touch()
-    (tmp_path / "broken").mkdir()
+    (tmp_path / "index" / "model.safetensors.index.json").write_text("{}")
     (tmp_path / "broken" / "config.json").write_text("{")
-    import_folder(published / "gpt2", tmp_path / "there")
     for source, out, line in (
         (tmp_path / "empty", "out", f"{tmp_path / 'empty'}: has neither a config.json nor a config.yaml"),
         (tmp_path / "bin", "out", f"{tmp_path / 'bin'}: weights cannot be read"),
         (tmp_path / "broken", "out", f"{tmp_path / 'broken' / 'config.json'}: cannot be read"),
-        (published / "gpt2", "there", f"{tmp_path / 'there' / 'config.yaml'}: is there already"),
+        (tmp_path / "index", "out", f"{tmp_path / 'index' / 'model.safetensors.index.json'}: weight_map=null: must"),
+        (published / "gpt2", "broken/config.json/out", f"{tmp_path / 'broken' / 'config.json' / 'out'}: cannot be"),
+        (rewritten(published / "gpt2", tmp_path / "headless", body), "out", "transformer.wte.weight: is missing"),
+        (published / "gpt2", "x.safetensors", f"{tmp_path / 'x.safetensors'}: cannot be written (Is a directory)"),
         (rewritten(published / "gpt2", tmp_path / "head", head), "out", "lm_head.weight: differs from the embedding"),
     ):
         assert main([str(source), str(tmp_path / out)]) == 2
         (told,) = capsys.readouterr().err.splitlines()
         assert told.startswith(f"error: {line}")
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.pt", "config.json"])
+def test_nothing_is_overwritten(name, published, tmp_path, monkeypatch, capsys):
+    import_folder(published / "gpt2", tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    for source in (tmp_path / "run", published / "gpt2"):
+        assert main([str(source), "out"]) == 2
+        assert capsys.readouterr().err == "error: out: is there already; give another path, or delete it\n"
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_folder_is_whole_or_not_there(published, tmp_path, monkeypatch, capsys):
+    """And the same command then goes through; an empty folder may stand where it goes."""
+    (tmp_path / "empty").mkdir()
+    import_folder(published / "gpt2", tmp_path / "run")
+    for source, writer in ((tmp_path / "run", (files, "save_file")), (published / "gpt2", (files.checkpoint, "save"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(*writer, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+            assert main([str(source), str(tmp_path / "out")]) == 2
+            assert "out: cannot be written (No space left on device)" in capsys.readouterr().err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
+        assert main([str(source), str(tmp_path / "out")]) == 0
+        shutil.rmtree(tmp_path / "out")
+    assert export_folder(tmp_path / "run", tmp_path / "empty") == "gpt2"

@@ -7,10 +7,10 @@ Checked: the configuration and modelling code of transformers 5.24, by parity in
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from normexp.convert import names
-from normexp.fields import UserError, show, suggest
+from normexp.fields import PositiveFloat, PositiveInt, UnitInterval, UserError, cast, show, suggest
 
 Values = dict[str, Any]
 
@@ -22,7 +22,20 @@ SILENT = {
     "vocab_size",
 }  # fmt: skip
 PLAIN = {"attention_bias": False, "attention_dropout": 0.0}
-GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"), PositiveInt),
+    **dict.fromkeys(("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"), PositiveInt),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window", "n_inner", "n_ctx"), PositiveInt | None),
+    **dict.fromkeys(("rope_theta", "attn_logit_softcapping", "final_logit_softcapping"), PositiveFloat | None),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), PositiveFloat),
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), UnitInterval),
+    "query_pre_attn_scalar": PositiveInt,
+    "tie_word_embeddings": bool,
+    "activation_function": Literal[tuple(ACTIVATIONS)],
+    "layer_types": list[Literal["sliding_attention", "full_attention"]] | None,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,8 @@ class Family:
     free: frozenset[str]  # fields that may differ from the recipe's: translated, or without a part in the logits
 
     def to_ours(self, config: Mapping[str, Any]) -> Values:
-        """Fields of ours, by path. UserError names the key that ours has no place for, or that is missing."""
+        """Fields of ours, by path. UserError names the key that ours has no place for, that is missing, or that is not
+        of its type."""
         given = {**self.defaults, **config}
         for key, value in self.only.items():
             if given.get(key) not in (None, value):
@@ -48,7 +62,7 @@ class Family:
         for field, key in self.keys.items():
             if given.get(key) is None:
                 raise UserError(f"{key}: is missing from config.json, for {field}")
-        used = Reader(given)
+        used = Reader({key: cast(value, TYPES.get(key, Any), key) for key, value in given.items()})
         ours = {field: used[key] for field, key in self.keys.items()} | self.read(used)
         for key in sorted(set(config) - used.seen - set(self.only) - SILENT):
             if config[key] is not None:
@@ -92,18 +106,21 @@ def _read_rotary(theirs: Values) -> Values:
         "model.mlp_ratio": theirs["intermediate_size"] / width,
         "model.kv_heads": 0 if shared in (None, heads) else shared,
         "model.head_width": 0 if size is None or size * heads == width else size,
-        "model.rotary_base": float(_rope(theirs)),
+        "model.rotary_base": _rope(theirs),
         "model.tied": theirs["tie_word_embeddings"],
     }
 
 
 def _rope(theirs: Values) -> float:
     """The base; rope_parameters is the form of transformers 5, rope_theta with rope_scaling the older one."""
-    base = theirs.get("rope_theta") or 10_000.0
+    base: float = theirs.get("rope_theta") or 10_000.0
     for key in ("rope_parameters", "rope_scaling"):
-        for name, value in (theirs.get(key) or {}).items():
+        rope = theirs.get(key)
+        if not isinstance(rope, dict | None):
+            raise UserError(f"{key}={show(rope)}: must be null or an object that holds rope_theta")
+        for name, value in (rope or {}).items():
             if name == "rope_theta":
-                base = value
+                base = cast(value, PositiveFloat, f"{key}.{name}")
             elif name not in ("rope_type", "type") or value != "default":
                 raise UserError(f"{key}.{name}={show(value)}: normexp rotates by rope_theta alone")
     return base
@@ -126,8 +143,12 @@ def _read_gemma2(theirs: Values) -> Values:
     scalar, size = theirs["query_pre_attn_scalar"], theirs["head_dim"]
     window, local = theirs["sliding_window"] or 0, "all"
     even = [f"{kind}_attention" for kind in ("sliding", "full")]
-    types = theirs.get("layer_types") or (even * theirs["num_hidden_layers"])[: theirs["num_hidden_layers"]]
-    if types == (even * len(types))[: len(types)]:
+    depth = theirs["num_hidden_layers"]
+    alternating = (even * depth)[:depth]
+    types = alternating if theirs.get("layer_types") is None else theirs["layer_types"]
+    if len(types) != depth:
+        raise UserError(f"layer_types={show(types)}: has {len(types)} layers, not num_hidden_layers={depth}")
+    if types == alternating:
         local = "even"
     elif set(types) == {even[1]}:
         window = 0
@@ -139,8 +160,8 @@ def _read_gemma2(theirs: Values) -> Values:
         "model.query_scale": 0.0 if scalar == size else scalar**-0.5,
         "model.window": window,
         "model.local_layers": local,
-        "model.attn_softcap": float(theirs["attn_logit_softcapping"] or 0),
-        "model.logit_softcap": float(theirs["final_logit_softcapping"] or 0),
+        "model.attn_softcap": theirs["attn_logit_softcapping"] or 0.0,
+        "model.logit_softcap": theirs["final_logit_softcapping"] or 0.0,
     }
 
 
@@ -167,20 +188,18 @@ def _read_gpt2(theirs: Values) -> Values:
         raise UserError(
             f"attn_pdrop={theirs['attn_pdrop']}: normexp has one dropout; resid_pdrop and embd_pdrop differ"
         )
-    if theirs["activation_function"] not in GELU:
-        raise UserError(f"activation_function={theirs['activation_function']}: normexp has {', '.join(GELU)} only")
     if theirs.get("n_ctx") not in (None, theirs["n_positions"]):
         raise UserError(f"n_ctx={theirs['n_ctx']}: is not n_positions={theirs['n_positions']}")
     width = theirs["n_embd"]
     return {
         "model.mlp_ratio": (theirs["n_inner"] or 4 * width) / width,
-        "model.mlp": GELU[theirs["activation_function"]],
-        "model.dropout": float(dropouts.pop()),
+        "model.mlp": ACTIVATIONS[theirs["activation_function"]],
+        "model.dropout": dropouts.pop(),
     }
 
 
 def _write_gpt2(ours: Values) -> Values:
-    activation = next(theirs for theirs, kind in GELU.items() if kind == ours["model.mlp"])
+    activation = next(theirs for theirs, kind in ACTIVATIONS.items() if kind == ours["model.mlp"])
     return {
         "n_inner": round(ours["model.mlp_ratio"] * ours["model.width"]),
         "activation_function": activation,
@@ -213,7 +232,7 @@ FAMILIES = {
                 "n_inner": None, "activation_function": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1,
                 "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-5,
             },
-            free=frozenset(GPT2_KEYS) | TRAINING | {"model.mlp_ratio", "model.mlp", "norm.cast", "model.rotary_base"},
+            free=frozenset(GPT2_KEYS) | TRAINING | {"model.mlp_ratio", "model.mlp", "norm.cast"},
         ),
         Family(
             "llama", "LlamaForCausalLM", names.LLAMA, ROTARY_KEYS, _read_rotary, _write_rotary,

@@ -1,8 +1,12 @@
 """Folders in and out. Weights keep their type: bfloat16 stays so in the file, and becomes float32 where it is loaded
 into a model of ours, whose parameters are; that changes no value."""
 
+import inspect
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from normexp import checkpoint, commandline
-from normexp.choices import factory
+from normexp.choices import factory, locate
 from normexp.config import BY_BLOCK
 from normexp.convert.families import FAMILIES, Family, Values
 from normexp.convert.names import TIED, State, canonical, check, to_ours, to_theirs
 from normexp.fields import PositiveInt, UserError, cast, cast_dataclass, show, suggest
 from normexp.model import ModelConfig, Transformer
-from normexp.runs import RunFolder
+from normexp.runs import NEUTRAL, UNUSED, RunFolder
 
 PARTS = ("model", "norm", "placement")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,9 +35,10 @@ def import_folder(source: Path, out: Path) -> list[str]:
     `out`: a folder, which gets `config.yaml` and `checkpoint.pt` for `load_model`, or a new .safetensors file, with the
     tensors of our state dict. It is no run that training could go on with.
     """
+    _refuse_to_overwrite(out)
     given = _json(source / "config.json")
     kind = given.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):
         raise UserError(f"model_type={show(kind)}: normexp converts {', '.join(FAMILIES)} only")
     family, vocab_size = FAMILIES[kind], cast(given.get("vocab_size"), PositiveInt, "vocab_size")
     recipe = commandline.compose([f"recipe={kind}"]).values
@@ -45,31 +50,30 @@ def import_folder(source: Path, out: Path) -> list[str]:
     tied = model.config.tied
     theirs = check(canonical(family.names, _weights(source)), to_theirs(family.names, model.state_dict(), tied), tied)
     state = to_ours(family.names, theirs, tied)
-    _refuse_to_overwrite(out)
-    if out.suffix == ".safetensors":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.clone() if name == TIED else tensor for name, tensor in state.items()}, out)
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        names = {group: composed.choices[group] for group in ("norm", "placement", "model", "recipe")}
-        RunFolder(out).write_config(values | {"cell": names})
-        checkpoint.save(RunFolder(out).checkpoint, {"model": state})
+    with _whole(out) as fresh:
+        if out.suffix == ".safetensors":
+            save_file({name: tensor.clone() if name == TIED else tensor for name, tensor in state.items()}, fresh)
+        else:
+            fresh.mkdir()
+            names = {group: composed.choices[group] for group in ("norm", "placement", "model", "recipe")}
+            RunFolder(fresh).write_config(values | {"cell": names})
+            checkpoint.save(RunFolder(fresh).checkpoint, {"model": state})
     return overrides
 
 
 def export_folder(run: Path, out: Path) -> str:
     """A run, or an imported folder, -> `config.json` and `model.safetensors` for transformers' from_pretrained. Returns
     the name of the family. Dropout, of which most families have none but in attention, is left out with them."""
+    _refuse_to_overwrite(out)
     values = _values(run)
     family = _family(values)
     state = _state(run)
-    flat = {f"{part}.{name}": value for part in PARTS for name, value in values[part].items()}
     theirs = to_theirs(family.names, state, values["model"]["tied"])
-    described = family.to_theirs(flat, len(state["embed.token.weight"]))
-    _refuse_to_overwrite(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    save_file(theirs, out / WEIGHTS, metadata={"format": "pt"})
+    described = family.to_theirs(_flat(values), len(state["embed.token.weight"]))
+    with _whole(out) as fresh:
+        fresh.mkdir()
+        (fresh / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        save_file(theirs, fresh / WEIGHTS, metadata={"format": "pt"})
     return family.model_type
 
 
@@ -103,12 +107,24 @@ def _family(values: Values) -> Family:
 
 
 def _differences(family: Family, values: Values) -> Iterator[tuple[str, Any, Any]]:
-    recipe = commandline.compose([f"recipe={family.model_type}"]).values
-    for part in PARTS[::-1]:
-        for name in {**recipe[part], **values[part]}:
-            value, expected = values[part].get(name), recipe[part].get(name)
-            if f"{part}.{name}" not in family.free and value != expected:
-                yield f"{part}.{name}", value, expected
+    recipe = _used(_flat(commandline.compose([f"recipe={family.model_type}"]).values))
+    given = _used(_flat(values))
+    for path in {**recipe, **given}:
+        if path not in family.free and given.get(path) != recipe.get(path):
+            yield path, given.get(path), recipe.get(path)
+
+
+def _flat(values: Values) -> Values:
+    """Fields by path, those of the model last."""
+    return {f"{part}.{name}": value for part in PARTS[::-1] for name, value in values[part].items()}
+
+
+def _used(flat: Values) -> Values:
+    """Fields that another one puts out of use are all alike, as in the id of a run."""
+    for (path, value), unused in UNUSED.items():
+        if flat.get(path) == value:
+            flat |= {field: neutral for field, neutral in unused.items() if field in flat}
+    return flat
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:
@@ -117,15 +133,22 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 
 
 def _values(folder: Path) -> Values:
-    """Of a run's config.yaml; fields that are newer than the run are neutral by default."""
+    """Of a run's config.yaml; fields that are newer than the run have the value that it had without them."""
     try:
         found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except OSError:
         raise UserError(f"{folder}: has neither a config.json nor a config.yaml; give such a folder") from None
     if not isinstance(found, dict) or not all(isinstance(found.get(part), dict) for part in PARTS):
         raise UserError(f"{folder / 'config.yaml'}: is not the config of a run")
-    defaults = commandline.compose([]).values["model"]
-    return {part: found[part] for part in PARTS} | {"model": defaults | found["model"]}
+    for part in PARTS:
+        target = ModelConfig if part == "model" else locate(str(found[part].get("_target_")), part)
+        newer = {
+            name: NEUTRAL[f"{part}.{name}"]
+            for name in inspect.signature(target).parameters
+            if f"{part}.{name}" in NEUTRAL
+        }
+        found[part] = newer | found[part]
+    return {part: found[part] for part in PARTS}
 
 
 def _state(folder: Path) -> State:
@@ -148,7 +171,12 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     """Of one file, or of the several that an index names."""
     files = [WEIGHTS]
     if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
-        files = sorted(set(_json(folder / INDEX)["weight_map"].values()))
+        shards = _json(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict):
+            raise UserError(
+                f"{folder / INDEX}: weight_map={show(shards)}: must be an object of tensors and their files"
+            )
+        files = sorted({cast(file, str, f"weight_map.{name}") for name, file in shards.items()})
     try:
         return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
     except (OSError, SafetensorError) as error:
@@ -157,6 +185,23 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _refuse_to_overwrite(out: Path) -> None:
-    for path in (out / "config.yaml", out / "config.json", out):
-        if path.exists() and not path.is_dir():
-            raise UserError(f"{path}: is there already; give another path, or delete it")
+    """An empty folder may be there, but for the one that the command was given in, which would be replaced."""
+    with suppress(OSError):  # a path that cannot be looked at, as it cannot be written: `_whole` tells why
+        if out.exists() and (not out.is_dir() or out.resolve() == Path.cwd() or any(out.iterdir())):
+            raise UserError(f"{out}: is there already; give another path, or delete it")
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A path beside `out` to write to, which becomes `out` in the end: whatever fails, `out` is as it was."""
+    fresh = out.resolve().with_name(f".{out.name}.{os.getpid()}")
+    try:
+        fresh.parent.mkdir(parents=True, exist_ok=True)
+        yield fresh
+        fresh.replace(out.resolve())
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{out}: cannot be written ({reason}); give another path") from None
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(fresh) if fresh.is_dir() else fresh.unlink()

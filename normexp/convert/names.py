@@ -125,10 +125,8 @@ def check(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], tied: boo
     """What is given, if it has the names and shapes of what is expected; UserError for the first that has not."""
     kept = dict(given)
     if tied and (head := kept.pop("lm_head.weight", None)) is not None:
-        embedding = next(
-            tensor for name, tensor in kept.items() if name.endswith(("wte.weight", "embed_tokens.weight"))
-        )
-        if not torch.equal(head, embedding):
+        embedding = [t for name, t in kept.items() if name.endswith(("wte.weight", "embed_tokens.weight"))]
+        if embedding and not torch.equal(head, embedding[0]):
             raise UserError("lm_head.weight: differs from the embedding, though the config ties them")
     for name, tensor in expected.items():
         if name not in kept:
