@@ -90,9 +90,16 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
     return 6.0 * weights + 12.0 * seen * query
 
 
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+def product_rate(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of a square matrix product in this process, the best over sizes that take milliseconds: what the machine
-    can do now."""
+    can do now. None where it cannot: a run is not lost for that."""
+    try:
+        return _product_rate(device, dtype)
+    except RuntimeError:  # out of memory, beside a model
+        return None
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     side, spent, best = 128, 0.0, 0.0
     while 8 * spent < BUDGET and side <= LARGEST:
         a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))

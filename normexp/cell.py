@@ -1,6 +1,7 @@
 """One cell, from a checked config to a judged run in its folder."""
 
 import os
+import statistics
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -102,20 +103,22 @@ def _train(
                 )
             outcome = _fit(config, source, folder, trainer, [local.write, tracker.log], bar, received)
             history = _summarise(config, source, folder)
-            summary = facts | history | _speed(config, source, trainer, history["tokens_per_second"]) | _ended(outcome)
+            summary = facts | history | _speed(config, source, trainer) | _ended(outcome)
             folder.write_summary(summary)  # before the mirror, which may have to wait for a network
             tracker.finish(summary)
         folder.write_summary(summary | {"wandb_url": tracker.url})
 
 
-def _speed(config: Config, source: Source, trainer: Trainer, tokens_per_second: float | None) -> dict[str, Any]:
-    """What the run used of the machine, by this machine's own matrix product."""
+def _speed(config: Config, source: Source, trainer: Trainer) -> dict[str, Any]:
+    """What the steps used of the machine, pads counted like tokens, by this machine's own matrix product."""
     flops = flops_per_token(config.model, source.vocab_size)
     rate = product_rate(config.device, getattr(torch, config.train.dtype))
+    tokens = config.train.batch_size * config.train.grad_accum * config.model.context  # of a step
+    seconds = statistics.median(trainer.step_seconds) if trainer.step_seconds else None
     return {
         "flops_per_token": flops,
         "matrix_flops_per_second": rate,
-        "model_flops_utilisation": flops * (tokens_per_second or 0.0) / rate,
+        "model_flops_utilisation": flops * tokens / seconds / rate if seconds and rate else None,
         **(trainer.compiled.facts() if trainer.compiled else {}),
     }
 

@@ -48,6 +48,9 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
 
 
+TINY = torch.finfo(torch.float32).tiny  # 0 / 0 is no share of a gradient
+
+
 class StableAdamW(torch.optim.Optimizer):
     """AdamW that moves each tensor by lr / max(1, RMS_t), RMS_t = √mean(g² / max(v, ε²)) with g in v (2304.13013,
     algorithm 2): when gradients outrun their second moment, the step is not larger than Adam's usual one.
@@ -82,7 +85,7 @@ class StableAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        shares = torch._foreach_div(gradients, torch._foreach_clamp_min(second, group["eps"] ** 2))
+        shares = torch._foreach_div(gradients, torch._foreach_clamp_min(second, max(group["eps"] ** 2, TINY)))
         torch._foreach_mul_(shares, gradients)
         rms = torch.stack([share.mean() for share in shares]).sqrt()
         rates = (group["lr"] / rms.clamp(min=1)).unbind()

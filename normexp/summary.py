@@ -49,7 +49,7 @@ def summarise(
         "excess_loss": float(losses[-1]) - entropy_rate if len(losses) and entropy_rate is not None else None,
         "vocab_size": vocab_size,
         "loss_spike_score": spike_score(history.loss),
-        "grad_spike_score": spike_score(history.grad_norm),
+        "grad_spike_score": spike_score(history.grad_norm[history.judged()]),
         "skipped_steps": int((~(np.isfinite(history.loss) & np.isfinite(history.grad_norm))).sum()),
         "steps": int(last.get("step", 0)),
         "tokens": int(last.get("tokens", 0)),

@@ -82,8 +82,15 @@ class Trainer:
         self.validation: list[Batch] | None = None
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._clock, self._last_reading = time.perf_counter(), (0, 0.0)
+        self.step_seconds: list[float] = []  # of the steps of this process
 
     def take_step(self) -> tuple[dict[str, float], list[Reading]]:
+        start = time.perf_counter()
+        taken = self._take_step()
+        self.step_seconds.append(time.perf_counter() - start)
+        return taken
+
+    def _take_step(self) -> tuple[dict[str, float], list[Reading]]:
         """One optimiser step on the batch of (seed, step). A step whose loss or gradient is not finite changes nothing:
         weights, moments and running statistics stay as they were, and its row names the layers. The schedule counts it.
         """

@@ -55,6 +55,11 @@ class History:
             by_batch=any("val/loss_batch_stats" in row for row in rows),
         )
 
+    def judged(self) -> NDArray[np.bool_]:
+        """The steps whose gradient norm tells of the run: not those where a finite loss times its scale overflowed."""
+        scaled = np.isfinite(column(self.rows, "train/loss_scale"))
+        return ~(scaled & np.isfinite(self.loss) & ~np.isfinite(self.grad_norm))
+
     def loss_against(self, bound: float) -> tuple[str, str]:
         """The final loss and a bound that it is compared with, in as many digits as tell them apart."""
         digits = next((n for n in range(3, 9) if f"{self.val_loss:.{n}f}" != f"{bound:.{n}f}"), 9)
@@ -166,10 +171,11 @@ def first_collapsed_layer(rows: Sequence[Row]) -> tuple[int | None, str | None]:
 
 
 def _unstable(history: History) -> Verdict | None:
-    for name, values in (("loss", history.loss), ("gradient norm", history.grad_norm)):
-        spikes = spike_mask(values)
-        if spikes.mean() > SPIKE_SHARE:
-            first = int(history.steps[np.argmax(spikes)])
+    every, judged = np.ones(len(history.loss), bool), history.judged()
+    for name, values, kept in (("loss", history.loss, every), ("gradient norm", history.grad_norm, judged)):
+        spikes = spike_mask(values[kept])
+        if spikes.size and spikes.mean() > SPIKE_SHARE:
+            first = int(history.steps[kept][np.argmax(spikes)])
             return Verdict("unstable", f"the {name} spikes at {int(spikes.sum())} of {len(spikes)} steps", first)
     return None
 

@@ -1,5 +1,6 @@
 """Process-wide settings of torch, compilation that does not go on, and what of the machine's speed a model uses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from normexp import arithmetic, train
+from normexp import arithmetic, cell, train
 from normexp.model import ModelConfig
+from normexp.trainer import Trainer
 from tests import tiny
 from tests.test_trainer import VOLATILE
 from tests.test_trainer import train as fitted
@@ -109,3 +111,23 @@ def test_compiled_training_is_eager_training_and_its_graphs_are_constant(tmp_pat
     print([run.stdout for run in runs])
     assert "hits 0" in runs[0].stdout
     assert "misses 0" in runs[1].stdout
+
+
+def test_a_product_that_does_not_fit_is_no_number_and_no_fault(monkeypatch):
+    def full(*shape, **others):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(arithmetic.torch, "ones", full)
+    assert arithmetic.product_rate(CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize("shape", ["packed", "padded"])
+def test_utilisation_is_of_all_that_a_step_computes(shape, tmp_path, monkeypatch):
+    """Two runs that compute the same differ by their real tokens only."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cell, "product_rate", lambda *_: 1e9)
+    monkeypatch.setattr(Trainer, "step_seconds", property(lambda _: [0.5, 0.25, 0.25], lambda *_: None), raising=False)
+    assert train.main([f"data.shape={shape}", *tiny.SHORT]) == 0
+    (path,) = tmp_path.glob("results/runs/*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["model_flops_utilisation"] == pytest.approx(summary["flops_per_token"] * 8 * 16 / 0.25 / 1e9)

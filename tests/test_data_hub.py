@@ -201,3 +201,19 @@ def test_a_download_that_breaks_off_leaves_no_text(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="broke off"):
         open_hf("owner/tiny", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_column_that_is_not_all_text_is_refused(tmp_path):
+    """`datasets` makes JSON of it, so that every document would come in quotation marks."""
+    lines = [json.dumps({"text": f"record {number} of a story"}) for number in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": 5}']) + "\n")
+    with pytest.raises(UserError, match=r"column text is arrow\.json: not all of it is text"):
+        open_hf(str(tmp_path / "a.jsonl"), tmp_path / "cache")
+
+
+def test_a_folder_of_two_kinds_is_refused(tmp_path):
+    (tmp_path / "mixed").mkdir()
+    for name in ("a.jsonl", "b.parquet"):
+        (tmp_path / "mixed" / name).write_text("")
+    with pytest.raises(UserError, match="holds both parquet and jsonl"):
+        open_hf(str(tmp_path / "mixed"), tmp_path / "cache")

@@ -111,3 +111,28 @@ def test_optimiser_by_name_is_fused(name, cls):
     assert built.defaults["fused"]
     assert built.defaults.get("momentum", 0.5) == 0.5
     assert built.defaults.get("betas", (0.9, 0.98)) == (0.9, 0.98)
+
+
+def test_a_vanishing_epsilon_leaves_weights_finite():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = StableAdamW([weight], lr=0.1, betas=(0.9, 0.98), eps=1e-30)
+    weight.grad = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    optimizer.step()
+    assert torch.isfinite(weight).all()
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("adamw", torch.optim.AdamW), ("stableadamw", StableAdamW), ("sgd", torch.optim.SGD),
+])  # fmt: skip
+def test_every_optimiser_by_its_name_steps_and_resumes_to_the_bit(name, kind):
+    optim = replace(tiny.OPTIM, name=name, momentum=0.9 if name == "sgd" else 0.0, weight_decay=0.1)
+    straight, first, second = (tiny.trainer(optim=optim) for _ in range(3))
+    assert type(straight.optimizer) is kind
+    for trainer, steps in ((straight, 5), (first, 3)):
+        for _ in range(steps):
+            trainer.take_step()
+    second.load(first.state())
+    for _ in range(2):
+        second.take_step()
+    for (parameter, ours), theirs in zip(straight.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), parameter

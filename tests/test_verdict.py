@@ -5,9 +5,13 @@ import math
 import numpy as np
 import pytest
 
+from normexp.summary import summarise
 from normexp.verdict import History, judge, non_finite_layer, spike_mask, spike_score
 
 H1, VOCABULARY = 3.024, 65
+SUMMARY = {
+    "unigram_entropy": H1, "vocab_size": VOCABULARY, "bytes_per_token": 1.0, "warmup_steps": 0, "entropy_rate": None,
+}  # fmt: skip
 
 
 def history(loss, val, *, initial=4.4, grad_norm=None, batch_stats=None, ratios=None):
@@ -180,3 +184,16 @@ def test_the_window_is_64_steps():
     assert spike_mask(values, window=32)[-1]
     assert not spike_mask(np.array([1.0] * 63 + [9.0])).any()
     assert spike_mask(np.array([1.0] * 64 + [9.0])).any()
+
+
+def test_an_overflow_of_the_loss_scale_is_no_spike():
+    """float16 begins with a scale that it has to find; without a scale the same gradients are the run's own."""
+    overflowed = [math.inf] * 9 + [1.0] * 191
+    rows = history(FALLING, 2.2, grad_norm=overflowed)
+    assert verdict(rows).verdict == "unstable"
+    scaled = [row | {"train/loss_scale": 1024.0} if row["step"] else row for row in rows]
+    assert verdict(scaled).verdict == "trained"
+    assert summarise(scaled, **SUMMARY)["grad_spike_score"] == 0
+    assert summarise(scaled, **SUMMARY)["skipped_steps"] == 9
+    both = history([math.nan] * 9 + FALLING[9:], 2.2, grad_norm=overflowed)
+    assert verdict([row | {"train/loss_scale": 1024.0} if row["step"] else row for row in both]).verdict == "unstable"

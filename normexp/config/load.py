@@ -30,7 +30,7 @@ def load(node: Mapping[str, Any], choices: Mapping[str, Any], folder: Path) -> C
     }
     for name in ("path", "name"):
         given = arguments["data"].keywords.get(name)
-        if given and (name == "path" or absolute(given, folder).exists() or glob.has_magic(given)):
+        if given and (name == "path" or os.path.exists(absolute(given, folder)) or glob.has_magic(given)):
             arguments["data"].keywords[name] = str(absolute(given, folder))
     config = Config(
         **{**vars(tree), **arguments, "device": _device(tree.device), "results": absolute(tree.results, folder)},

@@ -151,6 +151,8 @@ def _parquet(file: Path, column: str) -> Iterator[str]:
                 for record in batch.to_pylist():
                     row += 1
                     yield text_of(record, f"{name}: row {row}", column)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: column {column} is not UTF-8 text near row {row + 1} ({error.reason})") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{name}: cannot be read as parquet ({str(error).splitlines()[0]})") from None
 

@@ -111,6 +111,9 @@ def _hubs(library: Any, wanted: Wanted, offline: bool) -> Any:
 
 def _locals(library: Any, wanted: Wanted, path: Path, scratch: str) -> Any:
     if os.path.isdir(path):
+        kinds = {kind for file in Path(path).rglob("*") if (kind := KINDS.get(file.suffix.lower()))}
+        if len(kinds) > 1:  # `datasets` would leave one out
+            raise UserError(f"data.name={wanted.name}: holds both parquet and jsonl; give a glob of one of them")
         return library.load_dataset_builder(str(path), wanted.config, cache_dir=scratch)
     files = sorted(glob.glob(str(path), recursive=True))
     kinds = {KINDS.get(Path(file).suffix.lower(), "") for file in files}
@@ -147,6 +150,12 @@ def _texts(wanted: Wanted, dataset: Any) -> Iterator[str]:
         names = table.column_names
         if wanted.column not in names:
             text_of(dict.fromkeys(names), f"data.name={wanted.name}: its table", wanted.column)
+        kind = str(table.schema.field(wanted.column).type)
+        if kind.startswith("extension<"):  # `datasets` makes JSON of a column of text and something else
+            raise UserError(
+                f"data.name={wanted.name}: column {wanted.column} is {kind[10:-1]}: not all of it is text; give "
+                "data.column, or text alone"
+            )
         for record in table.select([wanted.column]).to_pylist():
             number += 1
             yield text_of(record, f"data.name={wanted.name}: document {number}", wanted.column)
