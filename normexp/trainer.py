@@ -123,18 +123,19 @@ class Trainer:
         batch = self.source.batch(self.seed, self.step, self.train.batch_size * self.train.grad_accum)
         real = int(np.count_nonzero(batch.targets.numpy() != -100))
         self.tokens += real
-        loss = torch.zeros((), device=self.device)
+        loss: Tensor | None = None
         for index, part in enumerate(micro_batches(batch, self.train.batch_size)):
             if self.draws:  # the same numbers in every cell and after a resume
                 seed_dropout(self.device, stream(self.seed, self.step, index))
             logits, targets = self._predict(part)
             part_loss = cross_entropy_sum(logits, targets) / max(real, 1)
-            loss += part_loss.detach()
+            loss = part_loss.detach() if loss is None else loss + part_loss.detach()
             for hook in self.aux_losses:
                 part_loss = part_loss + hook() / self.train.grad_accum
             if self.train.z_loss:
                 part_loss = part_loss + self.train.z_loss * squared_log_z_sum(logits, targets) / max(real, 1)
             self.scaler.scale(part_loss).backward()  # type: ignore[no-untyped-call]
+        assert loss is not None  # a step has a micro-batch
         return loss
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
