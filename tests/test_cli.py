@@ -365,3 +365,10 @@ def test_two_identical_commands_at_once(here):  # two processes are the point
     assert sum(f"{run.path.name}: 40 steps" in out for out, _ in printed) == 1  # one trains
     assert sum("is taken by process" in err or "is finished already" in err for _, err in printed) == 1
     assert all(f"files   {run.path}" in out for out, _ in printed)
+
+
+def test_a_choice_that_yaml_takes_for_a_truth_value(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["telemetry=off", *SHORT]) == 0
+    (metrics,) = tmp_path.glob("results/runs/*/metrics.jsonl")
+    assert "layer_ratio" not in metrics.read_text()

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from normexp import results
 from normexp.report import canvas
 from normexp.report.curves import smoothed
-from normexp.report.figure import Drawing
+from normexp.report.figure import Drawing, file_name
 from normexp.report.figures import figures
 from normexp.report.gradients import layer_norms
 from normexp.report.palette import VERDICTS, contrast, ink, shade
@@ -176,3 +176,12 @@ def test_a_loss_far_above_ln_v_is_cut_off(tmp_path):
     low, high = axes.get_ylim()
     assert high == pytest.approx(1.5 * np.log(65))
     assert 0 < low < 2.5
+
+
+def test_a_files_name_has_room_for_whatever_varies():
+
+    values = {f"model.field_{number}": "a-long-value" for number in range(20)}
+    one, other = file_name("loss_curves", values), file_name("loss_curves", values | {"model.field_19": "another"})
+    assert len(one) == len(other) == 150
+    assert one != other
+    assert file_name("loss_curves", {"depth": 2}) == "loss_curves-depth-2"

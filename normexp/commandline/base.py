@@ -53,9 +53,10 @@ def parse(arguments: Sequence[str]) -> Command:
         )
     if given.resolve and not given.cfg:
         raise UserError("--resolve: belongs to --cfg; give --cfg job --resolve")
-    for override in given.overrides:
+    wanted = [_as_text(override) for override in given.overrides]
+    for override in wanted:
         _refuse_what_is_no_choice(*override.partition("="))
-    overrides = [_without_tilde(override) for override in given.overrides]
+    overrides = [_without_tilde(override) for override in wanted]
     names = [override.partition("=")[0].lstrip("+") for override in overrides]
     shows = given.help or given.hydra_help or given.cfg or given.info is not None or given.shell_completion
     multirun = not shows and (given.multirun or "sweep" in names or "hydra.mode=MULTIRUN" in overrides)
@@ -81,6 +82,14 @@ def _may_choose(value: str) -> bool:
         float(value)
         return False
     return len(value) <= LONGEST and not value.startswith(("int(", "float(", "bool(", "json_str("))
+
+
+def _as_text(override: str) -> str:
+    """A choice whose name YAML takes for a truth value, such as telemetry=off."""
+    name, _, value = override.partition("=")
+    if value in ("on", "off", "yes", "no") and (normexp.CONF / name.lstrip("+")[:LONGEST] / f"{value}.yaml").exists():
+        return f"{name}='{value}'"
+    return override
 
 
 def _without_tilde(override: str) -> str:

@@ -77,8 +77,9 @@ def export_folder(run: Path, out: Path) -> str:
     return family.model_type
 
 
-def load_model(folder: Path) -> Transformer:
+def load_model(folder: Path | str) -> Transformer:
     """The model of a run or of an imported folder, on the CPU, in evaluation mode."""
+    folder = Path(folder)
     values, state = _values(folder), _state(folder)
     model = build(values, len(state["embed.token.weight"]), "cpu")
     model.load_state_dict(state)

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     except NothingToRead as mistake:
         print(f"normexp.report: {mistake}", file=sys.stderr)
         return 2
-    except (NotADirectoryError, FileExistsError, PermissionError) as mistake:
+    except OSError as mistake:
         print(f"normexp.report: cannot write into {out}: {mistake.strerror}", file=sys.stderr)
         return 2
     aside = [*built.uncounted, *((figure.name, f"not drawn: {figure.why}") for figure in built.missing)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from normexp.report.study import TOLD, Frame, Study, Values, at, factor_text, le
 
 BATCH = ("train.batch_size", "train.grad_accum", "model.context")
 LARGEST = 40  # panels in one file
+LONGEST = 150  # characters of a file's name
 
 
 @dataclass(frozen=True)
@@ -99,4 +101,8 @@ def grids(study: Study, rows: tuple[str, ...], *within: str) -> Iterator[Grid]:
 
 
 def file_name(kind: str, values: Values) -> str:
-    return "-".join(filter(None, [kind, slug(values)]))
+    """Whatever varies, and where that is too much for a file's name, a digest in the place of its end."""
+    name = "-".join(filter(None, [kind, slug(values)]))
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[: LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
