@@ -114,10 +114,8 @@ def run_id(resolved: Mapping[str, Any], corpus_sha256: str) -> str:
 def digest(resolved: Mapping[str, Any], corpus_sha256: str) -> str:
     """SHA-256 of the canonical JSON of all that can change a number."""
     kept = copy.deepcopy(dict(resolved))
-    for (path, value), unused in UNUSED.items():
-        if _field(kept, path) == value:
-            for other, neutral in unused.items():
-                _field(kept, other, neutral)
+    for path, neutral in out_of_use(kept).items():
+        _field(kept, path, neutral)
     for path in OUTSIDE:
         _remove(kept, path)
     for path, value in NEUTRAL.items():
@@ -146,10 +144,10 @@ def _remove(node: dict[str, Any], path: str, value: Any = _ANY) -> None:
         del node[name]
 
 
-def out_of_use(resolved: Mapping[str, Any]) -> set[str]:
-    """The fields that another one puts out of use."""
+def out_of_use(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that another one puts out of use, and what they count as."""
     idle = [others for (path, value), others in UNUSED.items() if _field(dict(resolved), path) == value]
-    return {path for others in idle for path in others}
+    return {path: neutral for others in idle for path, neutral in others.items()}
 
 
 class RunFolder:

@@ -12,7 +12,7 @@ from normexp.attention import attend, visible
 from normexp.fields import UserError
 from normexp.model import ModelConfig
 from tests import tiny, zoo
-from tests.test_model_fields import load
+from tests.tiny import load
 
 TOKENS = torch.randint(0, tiny.VOCABULARY, (3, tiny.CONTEXT), generator=torch.Generator().manual_seed(0))
 PLAIN = {"scale": None, "window": 0, "softcap": 0.0, "dropout": 0.0}

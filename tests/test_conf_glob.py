@@ -8,7 +8,8 @@ import torch
 import yaml
 
 import normexp
-from normexp import cell, commandline, config
+from normexp import cell
+from tests.tiny import load
 
 FILES = sorted(normexp.CONF.rglob("*.yaml"))
 CHOICES = [path.relative_to(normexp.CONF) for path in FILES if path.parent.parent == normexp.CONF]
@@ -50,8 +51,7 @@ def test_a_choice_composes_builds_and_takes_a_step(choice, corpus, tmp_path, mon
     group, name = str(choice.parent), choice.stem
     given = [override.format(corpus=corpus) for override in GIVEN.get(f"{group}/{name}", [])]
     added = "" if group in DEFAULT_GROUPS else "+"  # a recipe or a sweep
-    composed = commandline.compose([f"{added}{group}={name}", *given, *SMALL])
-    loaded = config.load(composed.values, composed.choices, composed.folder)
+    loaded = load(f"{added}{group}={name}", *given, *SMALL)
     if group in loaded.cell:
         assert loaded.cell[group] == name
     source = cell.open_source(loaded)
@@ -67,6 +67,5 @@ def test_a_choice_composes_builds_and_takes_a_step(choice, corpus, tmp_path, mon
 
 @pytest.mark.parametrize("model", sorted(path.stem for path in FILES if path.parent.name == "model"))
 def test_a_model_at_its_own_size_passes_the_checks(model):
-    composed = commandline.compose([f"model={model}", "device=cpu"])
-    loaded = config.load(composed.values, composed.choices, composed.folder)
+    loaded = load(f"model={model}", "device=cpu")
     assert loaded.model.width % loaded.model.heads == 0

@@ -13,6 +13,7 @@ from normexp import commandline, config, norms, placements, runs
 from normexp.fields import UserError
 from normexp.model import Transformer
 from tests.test_data import KJV_TEXT_SHA256
+from tests.tiny import load
 
 MINE = """
 import torch
@@ -27,11 +28,6 @@ class MyNorm(nn.Module):
     def forward(self, x, mask=None):
         return x / (x.abs().pow(self.power).mean(-1, keepdim=True) + self.eps) ** (1 / self.power) * self.weight
 """
-
-
-def load(*overrides: str, config_dir: str | None = None) -> config.Config:
-    composed = commandline.compose(overrides, config_dir)
-    return config.load(composed.values, composed.choices, composed.folder)
 
 
 def refusal(*overrides: str) -> str:

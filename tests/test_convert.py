@@ -15,7 +15,7 @@ from normexp.convert import FAMILIES, export_folder, files, import_folder, load_
 from normexp.convert.__main__ import main
 from normexp.fields import UserError
 from tests import hub, tiny
-from tests.test_model_fields import load
+from tests.tiny import load
 
 KINDS = list(FAMILIES)
 

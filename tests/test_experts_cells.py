@@ -17,6 +17,7 @@ from normexp.norms import Identity
 from normexp.optim import parameter_groups
 from normexp.telemetry import Buffer
 from tests import tiny, zoo
+from tests.tiny import load
 
 TOKENS = torch.randint(0, tiny.VOCABULARY, (3, tiny.CONTEXT), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(tiny.CONTEXT) < torch.tensor([[16], [9], [4]])
@@ -27,11 +28,6 @@ PER_TOKEN = [name for name in tiny.NORMS | tiny.ZOO if name not in ("bn", "rbn",
 @pytest.fixture(autouse=True)
 def _few_graphs():
     torch.compiler.reset()  # the compiler takes only so many models of one class
-
-
-def load(*overrides: str) -> config.Config:
-    composed = commandline.compose(overrides)
-    return config.load(composed.values, composed.choices, composed.folder)
 
 
 def rows(trainer, steps: int):

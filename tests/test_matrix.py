@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from normexp import cell, commandline, config, zoo
+from normexp import cell, config, zoo
 from normexp.fields import UserError
+from tests.tiny import load
 
 NORMS, PLACEMENTS = zoo.names("norm"), zoo.names("placement")
 PAIRS = list(itertools.product(NORMS, PLACEMENTS))
@@ -20,17 +21,16 @@ SMALL = [
 OPEN = cell.Sources()
 
 
-def load(norm: str, placement: str, shape: str) -> config.Config:
+def checked(norm: str, placement: str, shape: str) -> config.Config:
     given = [f"norm={norm}", f"placement={placement}", f"data.shape={shape}", *SMALL]
     share = ["norm.share=0.25"] if norm == "prms" else []  # 1 of 16 channels would be too small a divisor
-    composed = commandline.compose([*given, *share])
-    return config.load(composed.values, composed.choices, composed.folder)
+    return load(*given, *share)
 
 
 @pytest.mark.parametrize("shape", ["packed", "padded"])
 @pytest.mark.parametrize(("norm", "placement"), [pair for pair in PAIRS if pair not in ILLEGAL])
 def test_a_legal_pair_takes_three_steps(norm, placement, shape):
-    loaded = load(norm, placement, shape)
+    loaded = checked(norm, placement, shape)
     source = OPEN(loaded)
     trainer = cell.build_trainer(loaded, source, cell.build(loaded, source))
     assert (source.batch(0, 1, 4).mask is not None) == (shape == "padded")
@@ -48,4 +48,4 @@ def test_a_legal_pair_takes_three_steps(norm, placement, shape):
 @pytest.mark.parametrize(("norm", "placement"), sorted(ILLEGAL))
 def test_an_illegal_pair_is_refused_in_one_line(norm, placement):
     with pytest.raises(UserError, match=rf"^norm={norm}: placement={placement} [^\n]*; give [^\n]*$"):
-        load(norm, placement, "packed")
+        checked(norm, placement, "packed")

@@ -7,18 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from normexp import cell, commandline, config, runs
+from normexp import cell, runs
 from normexp.fields import UserError
 from normexp.fold import fold_norms
 from normexp.model import squared_log_z_sum
 from tests import tiny, zoo
+from tests.tiny import load
 
 TOKENS = torch.randint(0, tiny.VOCABULARY, (3, tiny.CONTEXT), generator=torch.Generator().manual_seed(0))
-
-
-def load(*overrides: str) -> config.Config:
-    composed = commandline.compose(overrides)
-    return config.load(composed.values, composed.choices, composed.folder)
 
 
 def test_runs_made_before_these_fields_keep_their_names(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from normexp import checkpoint, commandline, config, runs
+from normexp import checkpoint, config, runs
 from normexp.fields import UserError
 from normexp.quantise import fake_quantise, quantised
 from normexp.telemetry import Buffer, locate
@@ -14,6 +14,7 @@ from tests import tiny
 from tests.norm_cases import ALL, DIM, inputs, perturbed, right_mask
 from tests.test_quantise import MAGNITUDES
 from tests.test_trainer import numbers, same_weights, train
+from tests.tiny import load
 
 GRIDS = {"int8": [float(n) for n in range(128)], "e4m3": [0.0, *MAGNITUDES]}
 ROUNDED = ("ln", "rms", "rms-offset", "prms", "scale", "seednorm", "rbn", "switch", *(n for n in ALL if "bn-" in n))
@@ -203,11 +204,6 @@ def test_compiled_errors_are_the_eager_ones(changes):
             assert compiled[path] == pytest.approx(eager[path], abs=1e-5)
             assert eager[path] > 1e-3
     assert math.isfinite(rows[True][-1]["train/loss"])
-
-
-def load(*overrides):
-    composed = commandline.compose(overrides)
-    return config.load(composed.values, composed.choices, composed.folder)
 
 
 STATISTICS = ("model.quant=int8", "model.quant_at=norm_statistics", "model.quant_granularity=tensor")

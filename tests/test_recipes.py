@@ -11,7 +11,7 @@ from normexp import cell, commandline, results, runs
 from normexp.report import study
 from normexp.runs import RunFolder
 from tests import fake_runs, tiny
-from tests.test_model_fields import load
+from tests.tiny import load
 
 RECIPES = sorted(path.stem for path in (normexp.CONF / "recipe").glob("*.yaml"))
 SIZES = {"depth", "width", "heads", "head_width", "context", "dropout"}

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 import normexp
-from normexp import commandline, config, zoo
+from normexp import zoo
+from tests.tiny import load
 
 README = (normexp.CONF.parent / "README.md").read_text()
 NAMED = [(group, name) for group in ("norm", "placement") for name in zoo.names(group) if name != "none"]
@@ -48,8 +49,7 @@ def test_every_norm_and_placement_is_run_once():
     assert "model.init=placement" in cells["ln", "deepnorm"]
     assert "model.init=placement" not in cells["ln", "post"]
     for (norm, placement), others in cells.items():
-        composed = commandline.compose([f"norm={norm}", f"placement={placement}", "device=cpu", *others])
-        config.load(composed.values, composed.choices, composed.folder)
+        load(f"norm={norm}", f"placement={placement}", "device=cpu", *others)
 
 
 def test_what_is_said_of_the_runs():

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 import normexp
-from normexp import norms, placements
+from normexp import commandline, config, norms, placements
 from normexp.data import Batch
 from normexp.init import initialise
 from normexp.model import ModelConfig, Transformer
@@ -40,6 +40,12 @@ ZOO = {
 }
 PLACEMENTS = {"pre": placements.PreNorm, "post": placements.PostNorm}
 CELLS = [(norm, placement) for norm in NORMS for placement in PLACEMENTS]
+
+
+def load(*overrides: str, config_dir: str | None = None) -> config.Config:
+    """The checked config of a command."""
+    composed = commandline.compose(overrides, config_dir)
+    return config.load(composed.values, composed.choices, composed.folder)
 
 
 def model(norm="ln", placement="pre", seed: int = 0, **changes) -> Transformer:

@@ -23,7 +23,7 @@ from normexp.convert.families import FAMILIES, Family, Values
 from normexp.convert.names import TIED, State, canonical, check, to_ours, to_theirs
 from normexp.fields import PositiveInt, UserError, cast, cast_dataclass, show, suggest
 from normexp.model import ModelConfig, Transformer
-from normexp.runs import NEUTRAL, UNUSED, RunFolder
+from normexp.runs import NEUTRAL, RunFolder, out_of_use
 
 PARTS = ("model", "norm", "placement")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -108,24 +108,16 @@ def _family(values: Values) -> Family:
 
 
 def _differences(family: Family, values: Values) -> Iterator[tuple[str, Any, Any]]:
-    recipe = _used(_flat(commandline.compose([f"recipe={family.model_type}"]).values))
-    given = _used(_flat(values))
+    recipe, given = _flat(commandline.compose([f"recipe={family.model_type}"]).values), _flat(values)
     for path in {**recipe, **given}:
         if path not in family.free and given.get(path) != recipe.get(path):
             yield path, given.get(path), recipe.get(path)
 
 
 def _flat(values: Values) -> Values:
-    """Fields by path, those of the model last."""
-    return {f"{part}.{name}": value for part in PARTS[::-1] for name, value in values[part].items()}
-
-
-def _used(flat: Values) -> Values:
-    """Fields that another one puts out of use are all alike, as in the id of a run."""
-    for (path, value), unused in UNUSED.items():
-        if flat.get(path) == value:
-            flat |= {field: neutral for field, neutral in unused.items() if field in flat}
-    return flat
+    """Fields by path, those of the model last; those out of use are all alike, as in the id of a run."""
+    flat = {f"{part}.{name}": value for part in PARTS[::-1] for name, value in values[part].items()}
+    return flat | {path: neutral for path, neutral in out_of_use(values).items() if path in flat}
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:
