@@ -22,7 +22,7 @@ from normexp.norms import batch_statistics
 from normexp.progress import Progress
 from normexp.runs import RunFolder, git_commit, machine, run_id, versions
 from normexp.summary import read_rows, summarise
-from normexp.trackers import Jsonl, Null, Row, Wandb, open_tracker
+from normexp.trackers import Jsonl, Null, Wandb, open_tracker
 from normexp.trainer import Outcome, Trainer, fit
 from normexp.verdict import Verdict
 
@@ -101,7 +101,7 @@ def _train(
                     f"{folder.metrics}: ends at step {local.last_step}, before the checkpoint of step {last_step}; "
                     f"delete {folder.path} to begin anew"
                 )
-            outcome = _fit(config, source, folder, trainer, [local.write, tracker.log], bar, received)
+            outcome = _fit(config, source, folder, trainer, local, tracker, bar, received)
             history = _summarise(config, source, folder)
             summary = facts | history | _speed(config, source, trainer) | _ended(outcome)
             folder.write_summary(summary)  # before the mirror, which may have to wait for a network
@@ -146,7 +146,8 @@ def _fit(
     source: Source,
     folder: RunFolder,
     trainer: Trainer,
-    sinks: list[Callable[[Sequence[Row]], None]],
+    local: Jsonl,
+    tracker: Null,
     bar: bool,
     received: Sequence[int],
 ) -> Outcome:
@@ -156,14 +157,18 @@ def _fit(
     with Progress(config.train.steps, folder.path.name, trainer.step) if bar else nullcontext() as progress:
 
         def log(rows: list[dict[str, float]]) -> None:
-            for sink in sinks:
-                sink(rows)
+            local.write(rows)
+            tracker.log(rows)
             with suppress(OSError):  # a terminal that is gone is no reason to stop
                 for row in rows:
                     _show(progress, row)
 
+        def save(state: dict[str, Any]) -> None:
+            local.sync()
+            checkpoint.save(folder.checkpoint, state)
+
         try:
-            return fit(trainer, path=folder.checkpoint, log=log, hopeless=hopeless, received=received)
+            return fit(trainer, log=log, save=save, hopeless=hopeless, received=received)
         except RuntimeError as error:
             if config.train.deterministic and "deterministic" in str(error):
                 reason = str(error).partition(",")[0].partition(". ")[0]

@@ -51,10 +51,10 @@ class Layout:
         matrices = [entry for entry in located if entry[2].ndim > 1]
         rest = {group: [p for g, _, p in located if g == group and p.ndim <= 1] for group in self.groups}
         self.parameters = [p for _, _, p in matrices] + [p for group in self.groups for p in rest[group]]
-        by_size: dict[int, list[int]] = {}
+        by_shape: dict[torch.Size, list[int]] = {}
         for index, parameter in enumerate(self.parameters[len(matrices) :], len(matrices)):
-            by_size.setdefault(parameter.numel(), []).append(index)
-        self._stacks = list(by_size.values())
+            by_shape.setdefault(parameter.shape, []).append(index)
+        self._stacks = list(by_shape.values())
         self._views = [p.detach().view(-1) for p in self.parameters]
         self.matrices = [f"{group}/{name}" for group, name, _ in matrices]
         out = [(group, i) for i, (group, name, _) in enumerate(matrices) if plain_name(name) == "mlp.out"]
@@ -76,8 +76,8 @@ class Layout:
         return [torch.zeros_like(p) if (own := p.grad) is None else own for p in self.parameters]
 
     def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """`l2_norms` to the bit, but gains and biases of one size are one operation."""
-        stacks = [torch.stack([gradients[index].view(-1) for index in stack]) for stack in self._stacks]
+        """`l2_norms` to the bit, but gains and biases of one shape are one operation."""
+        stacks = [torch.stack([gradients[index] for index in stack]).view(len(stack), -1) for stack in self._stacks]
         norms = [torch.linalg.vector_norm(stack, dim=1, dtype=torch.float32) for stack in stacks]
         return torch.cat([l2_norms(gradients[: len(self.matrices)]), *norms])[self._unstacked]
 

@@ -100,7 +100,7 @@ def parts(side: Side, repeats: int) -> dict[str, float]:
             )
         rows = timed_part("transfer", side.buffer.flush)
         row = {path: value for own in rows for path, value in own.items()}
-        timed_part("metrics.jsonl, flushed", lambda row=row: side.local.write([row]))
+        timed_part("metrics.jsonl", lambda row=row: side.local.write([row]))
         trainer.optimizer.zero_grad(set_to_none=True)
     return {name: statistics.median(own) for name, own in times.items()}
 

@@ -179,6 +179,7 @@ def test_shapes_types_and_memory_layout(packed, padded):
             assert batch.tokens.shape == batch.targets.shape == (3, context)
             assert batch.tokens.dtype == batch.targets.dtype == torch.int64
             batch.targets.view(-1)  # a loss flattens them; a slice of the window would refuse
+            assert batch.real_targets() == int((batch.targets != -100).sum()) > 0
     assert packed.batch(0, 1, 3).mask is None
     assert padded.batch(0, 1, 3).mask.dtype == torch.bool
 

@@ -179,7 +179,7 @@ def test_targets_all_ignored_count_nothing():
     class Empty(tiny.Source):
         def batch(self, seed, step, rows):
             tokens = super().batch(seed, step, rows).tokens
-            return Batch(tokens, torch.full_like(tokens, -100), None)
+            return Batch(tokens, torch.full_like(tokens, -100), torch.zeros_like(tokens, dtype=torch.bool))
 
     (row,) = rows_of(tiny.trainer(source=Empty()))
     assert row["train/loss"] == 0

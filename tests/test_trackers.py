@@ -49,13 +49,27 @@ def test_a_row_is_one_line_of_strict_json(tmp_path):
     )
 
 
-def test_many_rows_are_one_write_and_one_sync(tmp_path, monkeypatch):
+def test_rows_are_in_the_file_when_written_and_on_the_disk_when_synced(tmp_path, monkeypatch):
     synced, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_size), sync(handle)))
     path = tmp_path / "metrics.jsonl"
     with Jsonl(path, last_step=-1) as metrics:
         metrics.write(rows(0, 99))
-    assert synced == [path.stat().st_size]
+        assert steps(path) == list(range(100))
+        assert not synced
+        metrics.sync()
+        assert synced == [path.stat().st_size]
+
+
+def test_what_lies_after_the_last_step_may_be_of_any_kind(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Jsonl(path, last_step=-1) as metrics:
+        metrics.write(rows(0, 5))
+    kept = path.read_bytes()
+    path.write_bytes(kept + b"\0\0\n" + json.dumps(row(9)).encode() + b"\n")
+    with Jsonl(path, last_step=5) as metrics:
+        assert metrics.last_step == 5
+    assert path.read_bytes() == kept
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 8, "train/lo', '{"step": 8}', "\0\0\0\0\n"])

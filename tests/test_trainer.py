@@ -23,8 +23,8 @@ VOLATILE = {"time", "tokens_per_second"}
 
 def train(trainer, path, rows, hopeless=lambda: False, log=None):
     with interruption() as received:
-        where = path / "checkpoint.pt"
-        return fit(trainer, path=where, log=log or rows.extend, hopeless=hopeless, received=received)
+        save = functools.partial(checkpoint.save, path / "checkpoint.pt")
+        return fit(trainer, log=log or rows.extend, save=save, hopeless=hopeless, received=received)
 
 
 def numbers(rows):

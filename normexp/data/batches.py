@@ -30,6 +30,10 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, T) int64
     mask: Tensor | None  # (B, T) bool, True at real tokens; None: all are real
 
+    def real_targets(self) -> int:
+        """How many targets are not IGNORED."""
+        return self.targets.numel() if self.mask is None else int((self.targets != IGNORED).sum())
+
 
 class Source:
     """Training and validation batches of one corpus. Its last tokens, `validation` of all (a fraction) unless the

@@ -36,8 +36,8 @@ class Jsonl:
                 yield json.loads(line)
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Appends the rows and has them on the disk. A number that is not finite becomes null, its path is listed in
-        `nonfinite`. OSError if they cannot be written; the file is then as it was."""
+        """Appends the rows, in one piece. A number that is not finite becomes null, its path is listed in `nonfinite`.
+        OSError if they cannot be written; the file is then as it was."""
         lines, step = [], self.last_step
         for row in rows:
             if not isinstance(row["step"], int) or row["step"] <= step:
@@ -49,14 +49,23 @@ class Jsonl:
             self._append(data)
         except OSError as error:
             self._file.truncate(self._size)
-            raise OSError(error.errno, f"cannot write metrics: {error.strerror}", str(self.path)) from None
+            raise self._named(error) from None
         self._size, self.last_step = self._size + len(data), step
+
+    def sync(self) -> None:
+        """Has all rows on the disk: those that a kill cannot harm, a loss of power now cannot either."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._named(error) from None
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, f"cannot write metrics: {error.strerror}", str(self.path))
 
     def _append(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[self._file.write(rest) :]
-        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -87,7 +96,7 @@ def _intact_part(path: Path, last_step: int) -> tuple[int, int]:
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             found = _step_of(line)
-            if found is not None and found > last_step:
+            if step == last_step or (found is not None and found > last_step):
                 break
             if found is None or found <= step:
                 if found is None and not stream.read(1):
