@@ -198,7 +198,7 @@ def test_datasets_reads_local_files_as_data_text_does(open_bytes, tmp_path, loca
     source = open_hf(local[name], tmp_path / "cache")
     assert content(source) == JOINED
     assert source.sha256 == open_bytes(local["jsonl folder"]).sha256
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"bytes-v1-{source.sha256}"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"bytes-v2-{source.sha256}"]
 
 
 def test_datasets_reads_the_same_without_streaming_and_leaves_no_copy(tmp_path, local, monkeypatch):

@@ -1,16 +1,13 @@
-"""The user's own text: what is read, what is refused, and the token cache."""
+"""The user's own text: what is read, and what is refused."""
 
-import errno
 import hashlib
-import multiprocessing
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from normexp.data import Source, corpora, kjv, tokens
+from normexp.data import Source, corpora, kjv
 from normexp.fields import UserError
-from tests.test_data import digest, open_text, same
+from tests.test_data import open_text, same
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PROSE = "And the light shineth in darkness;\nand the darkness\n\ncomprehended it not.\n"
@@ -173,108 +170,4 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "corpus.txt").write_text(PROSE)
     monkeypatch.setattr(corpora, "_sha256", lambda files: hashlib.sha256(b"as it was").hexdigest())
     with pytest.raises(UserError, match="changed while it was being read"):
-        open_text(tmp_path / "corpus.txt", tmp_path / "cache")
-
-
-# The token cache
-
-
-def test_cache_is_mapped_and_gives_the_same_batches(tmp_path):
-    (tmp_path / "corpus.txt").write_text(PROSE)
-    first, second = (open_text(tmp_path / "corpus.txt", tmp_path / "cache") for _ in range(2))
-    assert same(first.batch(0, 1, 8), second.batch(0, 1, 8))
-    assert first.unigram_entropy == second.unigram_entropy
-    base = second._train.ids
-    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
-        base = base.base
-    assert isinstance(base, np.memmap)
-
-
-def test_second_use_neither_reads_nor_writes(tmp_path, monkeypatch):
-    (tmp_path / "corpus.txt").write_text(PROSE)
-    open_text(tmp_path / "corpus.txt", tmp_path / "cache")
-    before = stamps(tmp_path / "cache")
-    monkeypatch.setattr(corpora, "_read", lambda *_: pytest.fail("the text was read again"))
-    open_text(tmp_path / "corpus.txt", tmp_path / "cache", shape="padded", validation=0.4, context=4)
-    assert stamps(tmp_path / "cache") == before
-    assert len(before) == 3  # one folder with two files
-
-
-def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*")}
-
-
-def test_tokenizers_do_not_share_an_entry(read):
-    assert read(PROSE).vocab_size == len(set(PROSE))
-    assert read(PROSE, tokenizer="bytes").vocab_size == 256
-
-
-def test_of_two_writers_the_second_keeps_what_the_first_wrote(tmp_path, monkeypatch):
-    """The other one writes the whole entry while this one is in the middle of its own."""
-    (tmp_path / "corpus.txt").write_text(PROSE)
-    write, during = tokens._write, []
-
-    def interleaved(path, content):
-        if not during:
-            during.append(None)
-            open_text(tmp_path / "corpus.txt", tmp_path / "cache")
-            during.append(stamps(entry(tmp_path / "cache")))
-        write(path, content)
-
-    monkeypatch.setattr(tokens, "_write", interleaved)
-    assert open_text(tmp_path / "corpus.txt", tmp_path / "cache").vocab_size == len(set(PROSE))
-    assert stamps(entry(tmp_path / "cache")) == during[1]
-    assert list((tmp_path / "cache").iterdir()) == [entry(tmp_path / "cache")]
-
-
-def entry(cache: Path) -> Path:
-    (only,) = (path for path in cache.iterdir() if not path.name.startswith("."))
-    return only
-
-
-def test_processes_that_start_at_once_agree(tmp_path):
-    (tmp_path / "corpus.txt").write_text(PROSE * 20_000)
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=open_at_once, args=(tmp_path, barrier, results), daemon=True) for _ in range(2)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-    assert len(set(found)) == 1
-    assert not found[0].startswith("error")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [entry(tmp_path / "cache").name]
-
-
-def open_at_once(folder, barrier, results) -> None:
-    barrier.wait(timeout=60)
-    try:
-        results.put(digest(open_text(folder / "corpus.txt", folder / "cache")))
-    except BaseException as error:
-        results.put(f"error: {error!r}")
-
-
-def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    (tmp_path / "corpus.txt").write_text(PROSE)
-
-    def full(path, content):
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_write", full)
-        with pytest.raises(UserError, match=r"results: cannot write the token cache .* \(No space left on device\)"):
-            open_text(tmp_path / "corpus.txt", tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert open_text(tmp_path / "corpus.txt", tmp_path / "cache").vocab_size == len(set(PROSE))
-
-
-@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(file.read_bytes()[:20]), Path.unlink])
-@pytest.mark.parametrize("name", ["ids.npy", "tokens.json"])
-def test_damaged_cache_is_named(tmp_path, damage, name):
-    (tmp_path / "corpus.txt").write_text(PROSE)
-    open_text(tmp_path / "corpus.txt", tmp_path / "cache")
-    damage(entry(tmp_path / "cache") / name)
-    with pytest.raises(UserError, match=r"results: the token cache .* is damaged; delete it"):
         open_text(tmp_path / "corpus.txt", tmp_path / "cache")

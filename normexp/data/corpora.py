@@ -12,7 +12,8 @@ from typing import Annotated, Any, NamedTuple
 
 from normexp.data import files, hub
 from normexp.data.batches import Shape, Source
-from normexp.data.tokens import Encoding, Tokenizer, VocabSize, cached, store
+from normexp.data.cache import check, store
+from normexp.data.tokens import Encoding, Tokenizer, VocabSize, cached
 from normexp.fields import PositiveInt, Range, UserError
 
 OpenUnitInterval = Annotated[float, Range(low=0.0, high=1.0, open_low=True, open_high=True)]
@@ -126,7 +127,7 @@ def _joined(wanted: hub.Wanted, streaming: bool) -> Iterator[bytes]:
 
 def _downloaded(wanted: hub.Wanted, streaming: bool, cache: Path) -> Callable[[], Iterator[bytes]]:
     request = json.dumps(wanted._asdict(), sort_keys=True)
-    entry = cache / f"hub-v1-{hashlib.sha256(request.encode()).hexdigest()}"
+    entry = cache / f"hub-v2-{hashlib.sha256(request.encode()).hexdigest()}"
     if not entry.is_dir():
         chunks = _joined(wanted, streaming)
         first = next(chunks, b"")  # a mistake in the request shows here, before anything is written
@@ -138,6 +139,7 @@ def _downloaded(wanted: hub.Wanted, streaming: bool, cache: Path) -> Callable[[]
                 "text": lambda stream: stream.writelines(text),
             },
         )
+    check(entry)
     return partial(files.chunks, entry / "text")
 
 

@@ -4,26 +4,24 @@ N: tokens, V: vocabulary.
 """
 
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from normexp.data import bpe
+from normexp.data.cache import Write, check, store
 from normexp.data.files import BYTE_ORDER_MARK, LINE, decoded
-from normexp.fields import Range, UserError
+from normexp.fields import Range
 
 Tokenizer = Literal["characters", "bytes", "bpe"]
 VocabSize = Annotated[int, Range(low=256, high=65_536)]
 Ids = NDArray[Any]  # unsigned integers of the smallest width that holds V
 Integers = NDArray[np.int64]
-Write = Callable[[IO[bytes]], object]
 
-VERSION = 1  # raised when a tokeniser or the files of the cache change
+VERSION = 2  # raised when a tokeniser or the files of the cache change
 
 
 class Encoding(NamedTuple):
@@ -115,32 +113,8 @@ def _files(tokens: Tokens) -> dict[str, Write]:
     return files | {"ids.npy": lambda stream: np.save(stream, tokens.ids)}
 
 
-def store(entry: Path, files: Mapping[str, Write]) -> None:
-    """All of it or nothing: written beside `entry` and renamed. Of two processes that do so at once, one wins."""
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".writing-") as folder:
-            finished = Path(folder) / "entry"  # a folder of its own, since the temporary one is closed to other users
-            finished.mkdir()
-            for name, write in files.items():
-                _write(finished / name, write)
-            finished.rename(entry)
-    except OSError as error:
-        if not entry.is_dir():  # else the other process was first, with the same tokens
-            raise UserError(f"results: cannot write the token cache {entry} ({error.strerror})") from None
-
-
-def _write(path: Path, write: Write) -> None:
-    with path.open("wb") as stream:
-        write(stream)
-        stream.flush()
-        os.fsync(stream.fileno())  # else a power cut may leave the new name on an empty file
-
-
 def _load(entry: Path) -> Tokens:
-    try:
-        about = json.loads((entry / "tokens.json").read_text())
-        ids = np.asarray(np.load(entry / "ids.npy", mmap_mode="r"))  # still mapped; a plain array indexes faster
-        return Tokens(ids, np.array(about["widths"], np.int64), about["end"], about.get("border"))
-    except (OSError, ValueError, KeyError, EOFError):
-        raise UserError(f"results: the token cache {entry} is damaged; delete it and repeat the command") from None
+    check(entry)
+    about = json.loads((entry / "tokens.json").read_text())
+    ids = np.asarray(np.load(entry / "ids.npy", mmap_mode="r"))  # still mapped; a plain array indexes faster
+    return Tokens(ids, np.array(about["widths"], np.int64), about["end"], about.get("border"))
