@@ -236,6 +236,9 @@ def test_a_local_file_that_changes_is_read_again(tmp_path, local):
             r"data\.split=tset: does not fit data\.name=.*Available splits: \['train'\]",
         ),
         ("{root}/file", {"config": "x"}, r"data\.config=x: does not fit data\.name=.*Available: \['default'\]"),
+        ("{root}/file", {"revision": "x"}, r"data\.revision=x: local files have no revisions; leave it out"),
+        ("{root}/file/*", {"config": "x"}, r"data\.config=x: only a folder or a dataset on the hub has one; leave"),
+        ("{root}/rowless", {}, r"data\.name=.*rowless: holds a parquet file without rows; leave it out"),
         ("{root}/file", {"column": "txt"}, r"its table has no column txt \(it has: id, text\); give data\.column"),
         ("{root}/file", {"column": "id"}, r"document 1 has no text in data\.column=id \(it is of type int\)"),
         ("{root}/file", {"context": 99}, r"the training part has \d+ tokens, but model\.context=99 needs 100"),
@@ -247,6 +250,8 @@ def test_what_datasets_cannot_read_is_refused_in_one_line(tmp_path, local, name,
     (tmp_path / "none").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.jsonl").write_text("{bad\n")
+    (tmp_path / "rowless").mkdir()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "rowless" / "a.parquet")
     with pytest.raises(UserError, match=message) as refusal:
         open_hf(name.format(root=tmp_path), tmp_path / "cache", **changes)
     assert "\n" not in str(refusal.value)

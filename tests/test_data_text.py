@@ -141,6 +141,21 @@ def test_missing_path(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("tokenizer", ["characters", "bytes"])
+def test_what_is_no_plain_text_is_not_read_as_such(tmp_path, tokenizer):
+    books = tmp_path / "books"
+    books.mkdir()
+    (books / "a.txt").write_text(PROSE)
+    (books / "settings.json").write_text(PROSE)  # in a folder of other text it is text
+    open_text(books, tmp_path / "cache", tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"^data\.path=\S*/settings\.json: is JSON; call it \.jsonl if each line is a"):
+        open_text(books / "settings.json", tmp_path / "cache", tokenizer=tokenizer)
+    (books / "b.txt.GZ").write_text(PROSE)
+    for path in (books, books / "b.txt.GZ"):
+        with pytest.raises(UserError, match=r"^data\.path=\S*/books/b\.txt\.GZ: is compressed; unpack it$"):
+            open_text(path, tmp_path / "cache", tokenizer=tokenizer)
+
+
 def test_bad_byte_is_named_in_its_file(tmp_path):
     folder = tmp_path / "books"
     folder.mkdir()

@@ -16,6 +16,7 @@ LINE = "\n"
 
 CHUNK = 1 << 20  # bytes read at once
 ROWS = 1024  # of a parquet file, likewise
+COMPRESSED = {".7z", ".bz2", ".gz", ".lz4", ".xz", ".zip", ".zst"}
 
 
 def find(path: str, cache: Path) -> list[Path]:
@@ -27,9 +28,20 @@ def find(path: str, cache: Path) -> list[Path]:
         raise UserError(f"data.path={path}: {root} is neither a file nor a folder; give one that exists")
     refuse_results_inside(root, f"data.path={path}", cache)
     files = [root] if root.is_file() else _under(root)
+    for file in files:
+        _refuse_other_kind(file, f"data.path={file if file != root else path}", alone=file == root)
     if not sum(file.stat().st_size for file in files):
         raise UserError(f"data.path={path}: is empty (files: {len(files)}, bytes: 0); give text")
     return files
+
+
+def _refuse_other_kind(file: Path, name: str, alone: bool) -> None:
+    """What would be read as plain text and is none: compressed files, and a corpus of JSON; that in a folder of other
+    files may be text like theirs."""
+    if file.suffix.lower() in COMPRESSED:
+        raise UserError(f"{name}: is compressed; unpack it")
+    if alone and file.suffix.lower() == ".json":
+        raise UserError(f"{name}: is JSON; call it .jsonl if each line is a record, or give data=hf data.name={file}")
 
 
 def refuse_results_inside(root: Path, name: str, cache: Path) -> None:

@@ -110,11 +110,15 @@ def _hubs(library: Any, wanted: Wanted, offline: bool) -> Any:
 
 
 def _locals(library: Any, wanted: Wanted, path: Path, scratch: str) -> Any:
+    if wanted.revision is not None:
+        raise UserError(f"data.revision={wanted.revision}: local files have no revisions; leave it out")
     if os.path.isdir(path):
         kinds = {kind for file in Path(path).rglob("*") if (kind := KINDS.get(file.suffix.lower()))}
         if len(kinds) > 1:  # `datasets` would leave one out
             raise UserError(f"data.name={wanted.name}: holds both parquet and jsonl; give a glob of one of them")
         return library.load_dataset_builder(str(path), wanted.config, cache_dir=scratch)
+    if wanted.config is not None:
+        raise UserError(f"data.config={wanted.config}: only a folder or a dataset on the hub has one; leave it out")
     files = sorted(glob.glob(str(path), recursive=True))
     kinds = {KINDS.get(Path(file).suffix.lower(), "") for file in files}
     if len(kinds) != 1 or "" in kinds:
@@ -167,6 +171,8 @@ def _explained(wanted: Wanted, offline: bool, error: BaseException) -> str:
         if re.match(pattern, reason):
             value = getattr(wanted, field.removeprefix("data."))
             return f"{field}={show(value)}: does not fit data.name={wanted.name} ({reason})"
+    if "BatchSize must be greater than 0" in reason:  # so pyarrow calls it
+        return f"data.name={wanted.name}: holds a parquet file without rows; leave it out"
     if offline and (isinstance(error, (ConnectionError, FileNotFoundError)) or "find cache" in reason):
         return (
             f"data.name={wanted.name}: {_silent()}, and `datasets` has no copy of it; connect, or give a local folder "
