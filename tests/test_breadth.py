@@ -42,6 +42,12 @@ def test_text_and_hub_records_packed_and_padded_in_one_report(here):
     table = (here / "report" / "tables" / "runs.csv").read_text().splitlines()
     assert len(table) == 5
     assert sum("packed" in row for row in table) == sum("padded" in row for row in table) == 2
+    head = (here / "report" / "REPORT.md").read_text()
+    assert "- **varied**: data: hf, text; data.shape: packed, padded\n" in head  # not each corpus's own fields
+    assert {path.name for path in (here / "report" / "figures").glob("loss_curves*.png")} == {
+        "loss_curves-shape-packed.png",
+        "loss_curves-shape-padded.png",
+    }
 
 
 def test_excess_loss_is_positive_and_shrinks_with_steps(here):

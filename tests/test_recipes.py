@@ -118,6 +118,20 @@ def test_a_report_tells_recipes_apart_by_their_name(tmp_path):
             node["cell"] |= {"recipe": recipe} if recipe else {}
             fake_runs.write_run(tmp_path / "runs", node)
     found = study.study(results.read(results.locate(tmp_path), results.re.compile("")))
-    assert found.factors[len(study.NAMED) :] == ("cell.recipe", "model.mlp_ratio")
-    cells = [(values["cell.recipe"], values["model.mlp_ratio"]) for values, _ in found.cells()]
+    assert found.factors[len(study.NAMED) :] == ("recipe", "model.mlp_ratio")
+    cells = [(values["recipe"], values["model.mlp_ratio"]) for values, _ in found.cells()]
     assert cells == [("gpt2", 4.0), ("llama", 2.0), ("llama", 3.0), (None, 4.0)]
+
+
+def test_a_report_tells_corpora_apart_by_their_name(tmp_path):
+    """A field that all have is told where it differs, one of one corpus's own where it differs within that corpus."""
+    corpora = [("kjv", {}, "characters"), ("hf", {"name": "a", "split": "train"}, "bpe")]
+    corpora += [("hf", {"name": "b", "split": "train"}, "bpe")]
+    for names, told in ((1, ("data", "data.tokenizer")), (2, ("data", "data.tokenizer", "data.name"))):
+        for choice, own, tokenizer in corpora[: names + 1]:
+            node = fake_runs.config("ln", "pre", 6, 0, 0)
+            node["data"] |= {"_target_": f"normexp.data.{choice}", "tokenizer": tokenizer, **own}
+            node["cell"]["data"] = choice
+            fake_runs.write_run(tmp_path / str(names) / "runs", node)
+        found = study.study(results.read(results.locate(tmp_path / str(names)), results.re.compile("")))
+        assert found.factors[len(study.NAMED) :] == told

@@ -2,7 +2,8 @@
 
 Six factors have short names and are always told (norm, placement, depth, warmup_steps, lr, init); any further field
 that varies among the runs is a factor too, under its name on the command line, so that seeds are never pooled over it.
-Where recipes vary, the recipe is a factor in the place of the fields that tell one recipe from another.
+Where recipes or corpora vary, the recipe or the corpus is a factor in the place of the fields that tell one from
+another.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from normexp.results import FACTORS, LEARNED, VERDICTS, Runs
 NAMED = tuple(name for name in FACTORS if name != "seed")
 # What of a config can change a number; `telemetry` and `tracker` only watch.
 NUMERIC_FIELDS = re.compile(r"(norm|placement|model|data|optim|train)\..+")
-RECIPE = "cell.recipe"
+CHOICES = {"cell.recipe": "recipe", "cell.data": "data"}  # factors as well, where they vary
+DATA = ("data._target_", "data.name")  # of every corpus on the hub, each its own
 # What a reader wants to know of the fields that do not vary.
 TOLD = ("train.steps", "train.batch_size", "train.grad_accum", "model.context", "model.width", "optim.name")
 
@@ -63,13 +65,13 @@ class Study:
 
 
 def study(runs: Runs) -> Study:
-    table = runs.table
+    table = runs.table.rename(columns=CHOICES)
     finished = (
         table[table["status"] == "finished"] if len(table) else pd.DataFrame(columns=["run_id", "written", *FACTORS])
     )
     fields = [name for name in finished.columns if NUMERIC_FIELDS.fullmatch(name) and name not in FACTORS.values()]
-    recipes = [RECIPE] if RECIPE in finished and len(levels(finished, RECIPE)) > 1 else []
-    factors = (*NAMED, *recipes, *(name for name in fields if _is_factor(finished, name, recipes)))
+    choices = [name for name in CHOICES.values() if name in finished and len(levels(finished, name)) > 1]
+    factors = (*NAMED, *choices, *(name for name in fields if _is_factor(finished, name, choices)))
     finished, twins = _without_twins(finished, [*factors, "seed"])
     varying = tuple(name for name in factors if len(levels(finished, name)) > 1)
     told = [name for name in (*NAMED, *TOLD) if name in finished.columns and name not in varying]
@@ -89,11 +91,12 @@ def _without_twins(table: Frame, key: list[str]) -> tuple[Frame, tuple[tuple[str
     return table[~table["run_id"].isin([left_out for left_out, _ in twins])], tuple(twins)
 
 
-def _is_factor(table: Frame, name: str, recipes: list[str]) -> bool:
-    """A norm's own field differs between norms by nature, and many differ between recipes: they are factors only if
-    they differ within one norm and one recipe."""
+def _is_factor(table: Frame, name: str, choices: list[str]) -> bool:
+    """A norm's own field differs between norms by nature, a corpus's own between corpora, and many differ between
+    recipes: they are factors only if they differ within one norm, one corpus, one recipe."""
     group = name.partition(".")[0]
-    by = [*([group] if group in ("norm", "placement") else []), *recipes]
+    own = group in ("norm", "placement") or (group == "data" and (name in DATA or bool(table[name].isna().any())))
+    by = [*([group] if own and group in table else []), *(choice for choice in choices if choice == "recipe")]
     parts = [part for _, part in table.groupby(by, dropna=False)] if by else [table]
     return any(len(levels(part, name)) > 1 for part in parts)
 
