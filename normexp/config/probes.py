@@ -1,0 +1,70 @@
+"""A user's own norm, called on a few tokens before the run: what would fail in the middle of it, or mislead."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normexp.fields import UserError, show
+
+LENGTH = 16  # tokens among which a later one is looked for
+ROUNDING = 1e-4  # of the largest output: beyond any reordering of float32 sums over so few tokens
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Inside, operations need not be deterministic, as an earlier cell in this process may have asked; afterwards the
+    random numbers are as they were."""
+    strict = torch.are_deterministic_algorithms_enabled()
+    if strict:
+        torch.use_deterministic_algorithms(False)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        if strict:
+            torch.use_deterministic_algorithms(True)
+
+
+def norm(make: Callable[[int], Any], name: str, width: int, context: int, device: torch.device) -> None:
+    """Refuses what is no norm, and one whose training output sees later tokens though its class does not say so."""
+    _call(make, name, torch.ones(2, 2, width), device)
+    with undisturbed(device):
+        causal = getattr(make(width), "causal", True)
+    if causal and sees_later_tokens(make, name, width, min(context, LENGTH), device):
+        raise UserError(
+            f"norm={name}: its training output changes with later tokens, so that the loss sees what it predicts; take "
+            "its statistics over other dimensions, or write `causal = False` in its class if this is to be studied"
+        )
+
+
+def _call(make: Callable[[int], Any], name: str, x: Tensor, device: torch.device) -> Tensor:
+    """The training output of a new norm for x (B, T, C). Every call draws the same random numbers."""
+    try:
+        with undisturbed(device):
+            made = make(x.shape[-1]).to(device)
+            y = made(x.to(device), torch.ones(x.shape[:2], dtype=torch.bool, device=device))
+        fault = "" if isinstance(made, nn.Module) and y.shape == x.shape else f"returns {show(getattr(y, 'shape', y))}"
+    except Exception as error:
+        fault = f"fails ({type(error).__name__}: {error})"
+    if fault:
+        raise UserError(
+            f"norm={name}: must be a torch.nn.Module called as norm(x, mask) that returns the shape of x; with x of "
+            f"shape {tuple(x.shape)} it {fault}"
+        )
+    return y.detach()
+
+
+def sees_later_tokens(make: Callable[[int], Any], name: str, width: int, length: int, device: torch.device) -> bool:
+    """Whether another last token changes outputs before it. Not told of a norm whose output differs by the call."""
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(2, 2, length, width, generator=generator)
+    moved = torch.cat([x[:, :-1], 10 * other[:, -1:] + 1], dim=1)
+    y, again, changed = (_call(make, name, values, device)[:, :-1].float() for values in (x, x, moved))
+
+    def apart(one: Tensor) -> bool:
+        return bool(((one - y).abs() > ROUNDING * y.abs().max()).any()) if y.numel() else False
+
+    return apart(changed) and not apart(again)

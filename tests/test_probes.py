@@ -1,0 +1,84 @@
+"""A user's own norm and placement, tried before anything is created."""
+
+import pytest
+import torch
+
+from normexp.config import probes
+from normexp.fields import UserError
+from tests.tiny import load
+
+
+@pytest.fixture
+def my_folder(tmp_path, monkeypatch):
+    """A directory that a command is given in, with a choice of the user's own for norm and placement."""
+    for group, target in (("norm", "my_norms.MyNorm"), ("placement", "my_blocks.MyBlock")):
+        (tmp_path / "my_conf" / group).mkdir(parents=True)
+        (tmp_path / "my_conf" / group / "mine.yaml").write_text(f"_target_: {target}\n_partial_: true\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+LEAKY = """
+import torch
+from torch import nn
+
+class Leaky(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, mask=None):
+        self.calls += 1
+        x = x * (1 + torch.rand(()))
+        return x / (x.square().MEAN + 1e-5).sqrt()
+"""
+OVER_POSITIONS, CAUSAL = "mean(1, keepdim=True)", "cumsum(1)"
+
+
+@pytest.mark.parametrize(
+    ("mean", "training_only", "declared", "refused"),
+    [
+        (OVER_POSITIONS, False, "", True),
+        (OVER_POSITIONS, True, "", True),
+        (OVER_POSITIONS, False, "causal = False", False),
+        ("roll(-1, 1)", False, "", True),
+        ("roll(-9, 1)", False, "causal = True", True),
+        ("mean((1, 2), keepdim=True)", False, "", True),
+        ("mean(-1, keepdim=True)", False, "", False),
+        ("mean(0, keepdim=True)", False, "", False),
+        (CAUSAL, False, "", False),
+    ],
+)
+def test_a_norm_of_the_users_own_that_sees_later_tokens_says_so(
+    my_folder, request, mean, training_only, declared, refused
+):
+    """Whatever it draws, and whatever it keeps from call to call; and neither random numbers nor strictness are left
+    changed."""
+    module = f"leaky_{request.node.callspec.indices['mean']}"
+    code = LEAKY.replace("MEAN", mean).replace("Leaky(nn.Module):", f"Leaky(nn.Module):\n    {declared}")
+    if training_only:
+        code = code.replace("self.calls += 1", "if not self.training: return x")
+    (my_folder / f"{module}.py").write_text(code)
+    before = torch.get_rng_state()
+    given = ("norm=mine", f"norm._target_={module}.Leaky", "device=cpu")
+    if not refused:
+        assert load(*given, config_dir="my_conf").norm(4).calls == 0
+    else:
+        with pytest.raises(UserError, match=r"^norm=mine: its training output changes with later .*`causal = False`"):
+            load(*given, config_dir="my_conf")
+        assert load(*given, "model.context=1", config_dir="my_conf")  # there is no later token
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["bn", "rbn", "switch", "power", "ln", "rms", "prms", "dyt"])
+def test_the_probe_finds_what_our_own_norms_declare(name):
+    made = load(f"norm={name}").norm
+    sees = probes.sees_later_tokens(made, name, 64, probes.LENGTH, torch.device("cpu"))
+    assert sees != getattr(made(64), "causal", True)
+
+
+def test_a_norm_that_gives_two_outputs_is_not_taken_for_one_that_sees_ahead(my_folder):
+    code = LEAKY.replace("torch.rand(())", "__import__('random').random()").replace("MEAN", "mean(-1, keepdim=True)")
+    (my_folder / "moody_norms.py").write_text(code)
+    load("norm=mine", "norm._target_=moody_norms.Leaky", config_dir="my_conf")
