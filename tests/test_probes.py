@@ -30,8 +30,7 @@ class Leaky(nn.Module):
 
     def forward(self, x, mask=None):
         self.calls += 1
-        x = x * (1 + torch.rand(()))
-        return x / (x.square().MEAN + 1e-5).sqrt()
+        return (1 + torch.rand(())) * x / (x.square().MEAN + 1e-5).sqrt()
 """
 OVER_POSITIONS, CAUSAL = "mean(1, keepdim=True)", "cumsum(1)"
 
