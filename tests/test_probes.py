@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from normexp import train
 from normexp.config import probes
 from normexp.fields import UserError
-from tests.tiny import load
+from tests.tiny import SHORT, load
 
 
 @pytest.fixture
@@ -81,3 +82,70 @@ def test_a_norm_that_gives_two_outputs_is_not_taken_for_one_that_sees_ahead(my_f
     code = LEAKY.replace("torch.rand(())", "__import__('random').random()").replace("MEAN", "mean(-1, keepdim=True)")
     (my_folder / "moody_norms.py").write_text(code)
     load("norm=mine", "norm._target_=moody_norms.Leaky", config_dir="my_conf")
+
+
+BLOCK = """
+from normexp.placements import Block
+
+class MyBlock(Block):
+    sites = ("attn_in", "mlp_hidden")
+    final_norm = True
+
+    def forward(self, x, mask):
+        x = x + self.attn(self.norm["attn_in"](x, mask), mask)
+        return x + self.mlp(x, mask, self.norm)
+"""
+FORWARD = BLOCK[BLOCK.index("    def forward") :]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            'sites = ("attn_in", "mlp_hidden")',
+            "",
+            "cannot be built (AttributeError: 'MyBlock' object has no attribute 's",
+        ),
+        (
+            "final_norm = True",
+            "",
+            "cannot be built (AttributeError: 'MyBlock' object has no attribute 'final_norm'); it",
+        ),
+        (
+            FORWARD,
+            "",
+            "cannot be called (NotImplementedError: MyBlock has no forward); it must be a Block with `sites`",
+        ),
+        ('self.norm["attn_in"]', 'self.norm["attn"]', "cannot be called (KeyError: 'attn'); it must be a Block with"),
+        (
+            '"mlp_hidden"',
+            '"mlp_hiden"',
+            "no block calls its norm at mlp_hiden; call it, or give one of the names inside",
+        ),
+        ("self.mlp(x, mask, self.norm)", "self.mlp(x, mask, self.norm)[:, :0]", "cannot be called (RuntimeError: "),
+        ("MyBlock(Block)", "MyBlock(__import__('torch').nn.Module)", "cannot be built (TypeError: "),
+    ],
+)
+def test_a_placement_of_the_users_own_that_cannot_be_one_is_refused_before_the_run(
+    my_folder, request, capfd, old, new, line
+):
+    """By one line that nothing stands beside, and no folder is left."""
+    assert old in BLOCK
+    module = f"blocks_{request.node.callspec.indices['old']}"
+    (my_folder / f"{module}.py").write_text(BLOCK.replace(old, new))
+    (my_folder / "my_conf" / "placement" / "mine.yaml").write_text(f"_target_: {module}.MyBlock\n_partial_: true\n")
+    before = {*my_folder.iterdir()}
+    command = ["--config-dir=my_conf", "placement=mine", *SHORT]
+    assert train.main(command) == 2
+    (told,) = capfd.readouterr().err.splitlines()
+    assert told.startswith(f"error: placement=mine: {line}")
+    assert {path for path in my_folder.iterdir() if path.name != "__pycache__"} == before
+
+
+def test_a_placement_of_the_users_own_may_differ_by_block(my_folder):
+    """A site that one block calls is called; random numbers are left as they were."""
+    (my_folder / "differing.py").write_text(BLOCK.replace("x = x + self.attn", "if self.layer: x = x + self.attn"))
+    before = torch.get_rng_state()
+    given = ("placement=mine", "placement._target_=differing.MyBlock", "norm=bn", "model.mlp=gelu", "device=cpu")
+    assert load(*given, config_dir="my_conf").cell["placement"] == "mine"
+    assert torch.equal(torch.get_rng_state(), before)

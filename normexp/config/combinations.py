@@ -23,6 +23,8 @@ def check(config: Config) -> None:
     _check_placement(config)
     _check_quant(config)
     _check_experts(config)
+    if not is_ours(getattr(config.placement, "func", config.placement)):
+        probes.placement(config)
 
 
 def _check_norm(config: Config) -> None:

@@ -1,13 +1,17 @@
-"""A user's own norm, called on a few tokens before the run: what would fail in the middle of it, or mislead."""
+"""A user's own norm or placement, called on a few tokens: what would fail in the middle of a run, or mislead."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from normexp.config.tree import Config
 from normexp.fields import UserError, show
+from normexp.layers import INSIDE
+from normexp.model import Transformer
 
 LENGTH = 16  # tokens among which a later one is looked for
 ROUNDING = 1e-4  # of the largest output: beyond any reordering of float32 sums over so few tokens
@@ -68,3 +72,31 @@ def sees_later_tokens(make: Callable[[int], Any], name: str, width: int, length:
         return bool(((one - y).abs() > ROUNDING * y.abs().max()).any()) if y.numel() else False
 
     return apart(changed) and not apart(again)
+
+
+def placement(config: Config) -> None:
+    """Refuses a placement whose first and last block cannot be built and called, or leave a norm of theirs out."""
+    device, name, called = config.device, config.cell["placement"], set()
+    model = replace(config.model, depth=min(config.model.depth, 2), context=min(config.model.context, LENGTH))
+    stage = "built"
+    try:
+        with undisturbed(device), torch.no_grad():
+            built = Transformer(model, 2, norm=config.norm, placement=config.placement).to(device)
+            blocks: Any = built.blocks
+            sites = {site for block in blocks for site in block.norm}
+            for site, made in ((site, made) for block in blocks for site, made in block.norm.items()):
+                made.register_forward_hook(lambda *_, site=site: called.add(site))
+            stage = "called"
+            shape = 2, model.context
+            tokens = torch.zeros(shape, dtype=torch.long, device=device)
+            built(tokens, torch.ones(shape, dtype=torch.bool, device=device))
+    except Exception as error:
+        raise UserError(
+            f"placement={name}: cannot be {stage} ({type(error).__name__}: {error}); it must be a Block with `sites` "
+            "for its norms, `final_norm`, and a `forward` that takes and gives the stream (B, T, C)"
+        ) from error
+    for site in sorted(sites - called):
+        raise UserError(
+            f"placement={name}: no block calls its norm at {site}; call it, or give one of the names inside "
+            f"a sublayer ({', '.join(INSIDE)}) and hand `self.norm` on to that sublayer"
+        )
