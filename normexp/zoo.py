@@ -1,6 +1,6 @@
 """What there is to compare: a table of the norms and one of the placements, from their docstrings and a sweep's runs.
 
-`python -m normexp.zoo [FOLDER]` prints them as Markdown, with the runs of the report in that folder. A class says in the
+`python -m normexp.zoo [FOLDER]` prints them as Markdown, with the runs of a report in that folder. A class says in the
 first paragraph of its docstring its equation and, in brackets, its source; in a sentence that begins with "Init:" its
 initial weights; and in one that begins with "Checked:" or "Not checked" what was compared with the source.
 """
