@@ -24,7 +24,7 @@ OWN_FILES = re.compile(
     r"|figures/(phase_diagram|loss_curves|gradient_heatmap|gradient_profile|lr_sensitivity|loss_depth"
     r"|loss_(norm|placement|model|data|optim|train)_\w+)(-[A-Za-z0-9]+-[A-Za-z0-9.-]*)?\.(png|pdf)"
 )
-KEPT = re.compile(r"train/loss|val/loss|grad_norm/(total|layer_\d+)|layer_ratio")
+KEPT = re.compile(r"train/loss|val/loss|grad_norm/(total|layer_\d+)|layer_ratio|quant_error/.+")
 
 
 @dataclass(frozen=True)
