@@ -8,10 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from normexp.fields import UserError, cast_arguments, show
+from normexp.fields import UserError, cast_arguments
 
 
 def locate(dotted: str, path: str) -> Callable[..., Any]:
@@ -54,24 +51,3 @@ def own_code(target: Callable[..., Any]) -> dict[str, str]:
 
 def is_ours(target: Callable[..., Any]) -> bool:
     return str(getattr(target, "__module__", "")).partition(".")[0] == "normexp"
-
-
-def refuse_no_norm(norm: Any, name: str, width: int, device: torch.device) -> None:
-    """A call of the user's own norm, which would otherwise fail in the middle of the run."""
-    x = torch.ones(2, 2, width, device=device)
-    strict = torch.are_deterministic_algorithms_enabled()  # of an earlier cell in this process
-    if strict:
-        torch.use_deterministic_algorithms(False)
-    try:
-        y = norm.to(device)(x, torch.ones(2, 2, dtype=torch.bool, device=device))
-        fault = "" if isinstance(norm, nn.Module) and y.shape == x.shape else f"returns {show(getattr(y, 'shape', y))}"
-    except Exception as error:
-        fault = f"fails ({type(error).__name__}: {error})"
-    finally:
-        if strict:
-            torch.use_deterministic_algorithms(True)
-    if fault:
-        raise UserError(
-            f"norm={name}: must be a torch.nn.Module called as norm(x, mask) that returns the shape of x; with x of "
-            f"shape (2, 2, {width}) it {fault}"
-        )

@@ -1,23 +1,25 @@
 """What there is to compare: a table of the norms and one of the placements, from their docstrings and a sweep's runs.
 
-`python -m normexp.zoo [FOLDER]` prints them as Markdown. A class says in the first paragraph of its docstring its
-equation and, in brackets, its source; in a sentence that begins with "Init:" its initial weights; and in one that
-begins with "Checked:" or "Not checked" what was compared with the source.
+`python -m normexp.zoo [FOLDER]` prints them as Markdown, with the runs of a report in that folder. A class says in the
+first paragraph of its docstring its equation and, in brackets, its source; in a sentence that begins with "Init:" its
+initial weights; and in one that begins with "Checked:" or "Not checked" what was compared with the source.
 """
 
+import argparse
 import csv
 import inspect
 import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 import normexp
-from normexp import choices
+from normexp import choices, commandline
+from normexp.fields import UserError
 from normexp.placements import Block
 from normexp.results import LEARNED
 
@@ -88,7 +90,7 @@ def read(folder: Path) -> Runs:
     if path.exists():
         with path.open(encoding="utf-8", newline="") as stream:
             for row in csv.DictReader(stream):
-                if row["status"] == "finished":
+                if row.get("status") == "finished":
                     runs[row["norm"], row["placement"]].append(row)
     return runs
 
@@ -121,5 +123,21 @@ def _markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *others])
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: printed; 2: the user's mistake, in one line."""
+    parser = argparse.ArgumentParser(prog="python -m normexp.zoo", description="The tables of norms and placements.")
+    parser.add_argument("folder", type=Path, nargs="?", help=f"the folder of a report (default: {RESULTS}, if any)")
+    given = parser.parse_args(arguments)
+    return commandline.exit_code(lambda: _run(given.folder))
+
+
+def _run(folder: Path | None) -> int:
+    runs = read(folder or RESULTS)
+    if folder and not runs:
+        raise UserError(f"{folder}: has no report of finished runs; give a folder that normexp.report has written into")
+    print(tables(runs), end="")
+    return 0
+
+
 if __name__ == "__main__":
-    print(tables(read(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)), end="")
+    sys.exit(main())

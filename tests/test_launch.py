@@ -40,7 +40,7 @@ class Moody(nn.Module):
         self.mood = mood
 
     def forward(self, x, mask=None):
-        if x.shape[1] == 2:  # it is only tried
+        if not x.requires_grad:  # it is only tried or evaluated
             return x
         if self.mood == "raise":
             raise ValueError("moody")

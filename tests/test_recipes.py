@@ -27,8 +27,7 @@ def test_a_recipe_says_what_a_model_is_and_not_how_large(name):
     plain, larger = (load(f"recipe={name}", f"model={size}").resolved["model"] for size in ("tiny", "small"))
     assert {field: plain[field] for field in SIZES} == {field: tiny.DEFAULTS[field] for field in SIZES}
     assert (larger["width"], larger["depth"]) == (256, 12)
-    unused = {"expert_mlp"}  # without a mixture of experts
-    kept = set(plain) - SIZES - unused
+    kept = set(plain) - SIZES
     assert {field: larger[field] for field in kept} == {field: plain[field] for field in kept}
 
 
@@ -75,6 +74,21 @@ def test_a_run_is_its_values_and_not_the_name_of_a_recipe():
     plain, named = load(*spelt).resolved, load("recipe=llama").resolved
     assert "recipe" not in plain["cell"]
     assert runs.run_id(plain, "") == runs.run_id(named, "")
+
+
+GOLDEN = {
+    "deepnet": "2ae5200296", "gemma2": "c92eddc353", "gpt2": "053db22515", "llama": "015f12e7bc",
+    "olmo2": "01c2380f33", "transformer2017": "94e0aaa975",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_experts_of_a_recipe_are_its_mlp(name):
+    """Whatever the size says; and without experts that is no part of a run's name, which is golden."""
+    mlp = load(f"recipe={name}").model.mlp
+    for size in ("tiny", "small"):
+        assert load(f"recipe={name}", f"model={size}", "model.mlp=moe").model.expert_mlp == mlp
+    assert runs.digest(load(f"recipe={name}").resolved, "c").startswith(GOLDEN[name])
 
 
 @pytest.mark.parametrize(("override", "line"), [

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from normexp.report import build
 from normexp.report.__main__ import main
 from normexp.report.build import OWN_FILES
 from tests import fake_runs
@@ -84,6 +85,32 @@ def test_nothing_of_an_earlier_report_stays_beside_a_new_one(tmp_path):
     for folder in (out, fresh):
         assert main([str(tmp_path / "one"), "--out", str(folder)]) == 0
     assert files_of(out) == files_of(fresh) | others
+
+
+@pytest.mark.parametrize("name", ["REPORT.md", "report.html", "tables/runs.csv", "figures/loss_curves.png"])
+def test_files_that_are_no_reports_are_not_overwritten(tmp_path, capsys, name):
+    fake_runs.write_run(tmp_path / "one", fake_runs.config("rms", "pre", 6, 0, 0))
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("mine")
+    assert main([str(tmp_path / "one"), "--out", str(out)]) == 2
+    told = f"normexp.report: cannot write into {out}: its {name} is of no report; give another folder with --out, or re"
+    assert capsys.readouterr().err.startswith(told)
+    assert files_of(out) == {name}
+    assert (out / name).read_text() == "mine"
+
+
+def test_a_report_that_was_broken_off_is_made_anew(tmp_path, monkeypatch):
+    fake_runs.write_run(tmp_path / "one", fake_runs.config("rms", "pre", 6, 0, 0))
+    command = [str(tmp_path / "one"), "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "draw", lambda *_: sys.exit(130))
+        with pytest.raises(SystemExit):
+            main(command)
+    assert (tmp_path / "out" / "tables" / "runs.csv").is_file()
+    assert "broken off" in (tmp_path / "out" / "REPORT.md").read_text()
+    assert main(command) == 0
+    assert "broken off" not in (tmp_path / "out" / "REPORT.md").read_text()
 
 
 def files_of(folder):

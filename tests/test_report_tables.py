@@ -1,5 +1,6 @@
 """From run folders to cells and tables: what is counted, and what each number says."""
 
+import json
 import math
 import os
 import re
@@ -8,10 +9,11 @@ import shutil
 import pytest
 
 from normexp import results, stats
+from normexp.report.build import KEPT
 from normexp.report.facts import facts, uncounted
 from normexp.report.formats import to_markdown
 from normexp.report.study import study
-from normexp.report.tables import tables
+from normexp.report.tables import cells, tables
 from tests import fake_runs
 
 ALL = re.compile(".*")
@@ -88,6 +90,26 @@ def test_a_cells_numbers_are_those_of_its_seeds(tmp_path):
     assert row["val_loss"] == stats.mean([2.2, 2.3, 3.02, math.inf])
     assert (row["first_bad_step"].value, row["first_bad_step"].n) == (5, 2)
     assert row["layer_ratio"].n == 4
+
+
+def test_the_rounding_error_of_a_cell_is_that_of_its_runs_norms_at_their_last_reading(tmp_path):
+    """The median over the norms (0.02, 0.03 and 0.07), then over the seeds; and no column where nothing is rounded."""
+    for seed in range(3):
+        fake_runs.write_run(tmp_path, fake_runs.config("ln", "pre", 2, 0, seed))
+    assert "quant_error" not in {column.key for column in table_of(tmp_path, "cells").columns}
+    for seed, size in ((0, 1), (1, 2), (2, 4)):
+        folder = fake_runs.write_run(tmp_path, fake_runs.config("ln", "pre", 2, 0, seed, model__quant="int8"))
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        for place, factor in ((4, 100), (-3, size)):
+            sites = {"final_norm": 0.03, "layer_00/norm.attn_in": 0.02, "layer_01/norm.mlp_in": 0.07}
+            errors = {f"quant_error/{site}": factor * error for site, error in sites.items()}
+            lines[place] = json.dumps(json.loads(lines[place]) | errors)
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    table = cells(study(results.read(results.locate(tmp_path), KEPT)))  # from what a report keeps of a history
+    plain, rounded = sorted(table.rows, key=lambda row: "quant_error" in row and row["quant_error"] is not None)
+    assert plain.get("quant_error") is None
+    assert (rounded["quant_error"].value, rounded["quant_error"].interval) == (0.06, (0.03, 0.12))
+    assert "relative rounding error" in next(column.title for column in table.columns if column.key == "quant_error")
 
 
 def test_every_number_of_one_seed_says_that_it_has_no_interval(tmp_path):

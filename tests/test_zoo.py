@@ -65,3 +65,29 @@ def test_the_readme_has_the_tables_that_the_command_prints():
     assert len(runs) == len(zoo.names("norm")) + len(zoo.names("placement")) - 1  # LayerNorm at `pre` is in both
     for table in zoo.tables(runs).split("\n\n"):
         assert table.strip() in README
+
+
+def test_the_command_takes_the_folder_of_a_report(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    report = normexp.CONF.parent / zoo.RESULTS
+    assert zoo.main([str(report)]) == 0
+    assert capfd.readouterr().out == zoo.tables(zoo.read(report))
+    assert zoo.main([]) == 0  # equations, from any folder
+    assert "| not run |" in capfd.readouterr().out
+
+
+def test_what_is_no_report_is_one_line(tmp_path, capfd):
+    (tmp_path / "tables").mkdir()
+    for text in (None, "norm,placement\nln,pre\n", "status,norm,placement\nfailed,ln,pre\n"):
+        if text:
+            (tmp_path / "tables" / "runs.csv").write_text(text)
+        assert zoo.main([str(tmp_path)]) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err.splitlines() == [
+            f"error: {tmp_path}: has no report of finished runs; give a folder that normexp.report has written into"
+        ]
+    for arguments in (["--nope"], ["one", "two"]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            zoo.main(arguments)
+        assert capfd.readouterr().out == ""

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from normexp import kernels
-from normexp.choices import is_ours, refuse_no_norm
+from normexp.choices import is_ours
+from normexp.config import probes
 from normexp.config.tree import Config
 from normexp.fields import UserError, show
 from normexp.fold import forward_is_newer_than
@@ -22,6 +23,8 @@ def check(config: Config) -> None:
     _check_placement(config)
     _check_quant(config)
     _check_experts(config)
+    if not is_ours(getattr(config.placement, "func", config.placement)):
+        probes.placement(config)
 
 
 def _check_norm(config: Config) -> None:
@@ -32,7 +35,7 @@ def _check_norm(config: Config) -> None:
         raise UserError(f"norm={name}: cannot be built for width {width} ({type(error).__name__}: {error})") from error
     norm_path(config)
     if not is_ours(config.norm.func):  # type: ignore[attr-defined]
-        refuse_no_norm(norm, name, width, config.device)
+        probes.norm(config.norm, name, width, config.model.context, config.device)
     idle = out_of_use(config.resolved)
     for path, (allowed, why) in getattr(norm, "restrictions", {}).items():
         if path not in idle and (value := attrgetter(path)(config)) not in allowed:

@@ -72,7 +72,7 @@ class Block(nn.Module):
             self.norm["mlp_in"] = self.mlp.take_norm(partial(norm, width))
 
     def forward(self, x: Any, mask: Tensor | None) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def enter(self, x: Tensor) -> Any:
         """The stream that the first block takes, from the embeddings."""

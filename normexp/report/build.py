@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ OWN_FILES = re.compile(
     r"|figures/(phase_diagram|loss_curves|gradient_heatmap|gradient_profile|lr_sensitivity|loss_depth"
     r"|loss_(norm|placement|model|data|optim|train)_\w+)(-[A-Za-z0-9]+-[A-Za-z0-9.-]*)?\.(png|pdf)"
 )
-KEPT = re.compile(r"train/loss|val/loss|grad_norm/(total|layer_\d+)|layer_ratio")
+KEPT = re.compile(r"train/loss|val/loss|grad_norm/(total|layer_\d+)|layer_ratio|quant_error/.+")
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,15 @@ class Built:
 
 
 def build(path: Path, out: Path, command: str) -> Built:
-    """Writes REPORT.md, report.html, tables/ and figures/ under `out`. Raises results.NothingToRead."""
+    """Writes REPORT.md, report.html, tables/ and figures/ under `out`. Raises results.NothingToRead, and OSError where
+    `out` cannot be written or holds somebody's own files of these names."""
     runs = results.read(results.locate(path), KEPT)
     cells = study(runs)
     made = tables(cells)
+    _refuse_others(out)
     out.mkdir(parents=True, exist_ok=True)
     _remove_earlier(out)
+    (out / "REPORT.md").write_text(f"Being written, or broken off.\n\n{document.SIGN}\n", encoding="utf-8")
     _write_tables(made, out / "tables")
     if len(runs.table):
         results.write_parquet(runs.table, out / "tables" / "runs.parquet")
@@ -55,11 +59,25 @@ def build(path: Path, out: Path, command: str) -> Built:
     return Built(len(cells.finished), len(runs.table), left_out, missing, [out / "REPORT.md", out / "report.html"])
 
 
+def _refuse_others(out: Path) -> None:
+    """Files of a report's names where no REPORT.md of ours stands: they would be removed or overwritten."""
+    page = out / "REPORT.md"
+    if page.is_file() and document.SIGN in page.read_text(encoding="utf-8", errors="replace"):
+        return
+    if there := _earlier(out):
+        name = there[0].relative_to(out)
+        raise FileExistsError(errno.EEXIST, f"its {name} is of no report; give another folder with --out, or remove it")
+
+
 def _remove_earlier(out: Path) -> None:
     """An earlier report's files: a figure that this one does not draw would stand beside it as if it belonged to it."""
-    for file in [*out.glob("*"), *out.glob("tables/*"), *out.glob("figures/*")]:
-        if file.is_file() and OWN_FILES.fullmatch(file.relative_to(out).as_posix()):
-            file.unlink()
+    for file in _earlier(out):
+        file.unlink()
+
+
+def _earlier(out: Path) -> list[Path]:
+    found = [*out.glob("*"), *out.glob("tables/*"), *out.glob("figures/*")]
+    return sorted(file for file in found if file.is_file() and OWN_FILES.fullmatch(file.relative_to(out).as_posix()))
 
 
 def _write_tables(made: list[Table], folder: Path) -> None:

@@ -12,6 +12,7 @@ n = 10 and normal values Student's interval covers the mean in 95 % of 10,000 dr
 interval knows no bounds: where seeds differ much it may reach a loss below zero, or below what any seed has. That says
 that the mean is not known, not that such losses occur: read the seeds in the table of runs then. So too where some
 seeds of a cell train and some do not: their mean describes neither; read the share."""
+SIGN = "## How the numbers are made"  # by which a folder is known to hold a report
 RUNS = "All of them: [tables/runs.csv](tables/runs.csv); with curves: [report.html](report.html)."
 
 
@@ -31,7 +32,7 @@ def render(
     parts += ["## Figures", *(_figure(drawing) for drawing in drawn)]
     parts += ["\n".join(f"- not drawn: {figure.name} ({figure.why})" for figure in missing)] if missing else []
     parts += [part for table in shown[1:] for part in _table(table)]
-    parts += ["## Runs", RUNS, "## How the numbers are made", HOW]
+    parts += ["## Runs", RUNS, SIGN, HOW]
     return "\n\n".join(parts) + "\n"
 
 

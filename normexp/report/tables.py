@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 from normexp import stats
@@ -64,14 +65,15 @@ def cells(study: Study) -> Table:
         Column("val_loss_batch_stats", "validation loss by batch statistics (nats/token, Student t)"),
         Column("statistics_gap", "running minus batch statistics (nats/token, Student t)"),
         Column("layer_ratio", "last layer ratio (median)", significant(3)),
+        Column("quant_error", "relative rounding error (median)", significant(3)),
         Column("first_bad_step", "first bad step (median)", fixed(0)),
         Column("loss_spikes", "loss spike score (share of steps, median)", significant(2)),
     ]
     shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     note = (
         "n: seeds; intervals: 95 %, for medians the range of the seeds, which covers the true median with probability "
-        f"1 − 2^(1−n). {LEARNS} Layer ratio: first over last block's gradient norm of the MLP's output matrix. First "
-        "bad step: of the seeds that have one."
+        f"1 − 2^(1−n). {LEARNS} Layer ratio: first over last block's gradient norm of the MLP's output matrix. "
+        "Rounding error: the median over a run's norms at its last reading. First bad step: of the seeds that have one."
     )
     return Table("cells", "Cells", note, shown, rows)
 
@@ -79,12 +81,14 @@ def cells(study: Study) -> Table:
 def _cell(study: Study, part: Frame) -> dict[str, Value]:
     bad = [float(step) for step in part.get("first_bad_step", []) if not missing(step)]
     ratios = [_last(study.runs.histories[run_id], "layer_ratio") for run_id in part["run_id"]]
+    errors = [_rounding(study.runs.histories[run_id]) for run_id in part["run_id"]]
     row: dict[str, Value] = {
         "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in verdict_counts(part).items()),
         "trains": stats.share(learned(part), len(part)),
         "trains_exact": stats.share(learned(part), len(part), "clopper-pearson"),
         "val_loss": stats.mean(losses(part)),
         "layer_ratio": None if all(map(math.isnan, ratios)) else stats.median_over_seeds(ratios),
+        "quant_error": None if all(map(math.isnan, errors)) else stats.median_over_seeds(errors),
         "first_bad_step": stats.median_over_seeds(bad) if bad else None,
     }
     if "loss_spike_score" in part:
@@ -104,6 +108,12 @@ def _floats(part: Frame, column: str) -> list[float]:
 def _last(history: Frame, path: str) -> float:
     logged = history[path].dropna().tolist() if path in history else []
     return float(logged[-1]) if logged else math.nan
+
+
+def _rounding(history: Frame) -> float:
+    """The median over the norms of what `model.quant` made of them, NaN for a run without it."""
+    found = [_last(history, str(path)) for path in history.columns if str(path).startswith("quant_error/")]
+    return statistics.median(found) if found else math.nan
 
 
 RUN = {
