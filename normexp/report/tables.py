@@ -72,9 +72,11 @@ def cells(study: Study) -> Table:
     shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     note = (
         "n: seeds; intervals: 95 %, for medians the range of the seeds, which covers the true median with probability "
-        f"1 − 2^(1−n). {LEARNS} Layer ratio: first over last block's gradient norm of the MLP's output matrix. "
-        "Rounding error: the median over a run's norms at its last reading. First bad step: of the seeds that have one."
+        f"1 − 2^(1−n). {LEARNS} Layer ratio: first over last block's gradient norm of the MLP's output matrix. First "
+        "bad step: of the seeds that have one."
     )
+    if any(column.key == "quant_error" for column in shown):
+        note += " Rounding error: the median over a run's norms at its last reading."
     return Table("cells", "Cells", note, shown, rows)
 
 
