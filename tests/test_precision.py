@@ -5,18 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from normexp import checkpoint
-from normexp.telemetry import Buffer
 from tests import tiny
+from tests.tiny import rows_of
 
 HALF = replace(tiny.TRAIN, dtype="float16")
-
-
-def rows_of(trainer, steps):
-    buffer = Buffer()
-    for _ in range(steps):
-        buffer.add(*trainer.take_step())
-    return buffer.flush()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -64,14 +56,7 @@ def test_an_overflow_is_recorded_skipped_and_survived():
 
 
 def test_the_scale_is_resumed(tmp_path):
-    straight, first, second = (tiny.trainer(train=HALF) for _ in range(3))
-    for trainer in (straight, first):
-        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-    whole = rows_of(straight, 6)
-    rows_of(first, 3)
-    checkpoint.save(tmp_path / "half.pt", first.state())
-    second.load(checkpoint.load(tmp_path / "half.pt"))
-    assert [row["train/loss_scale"] for row in rows_of(second, 3)] == [row["train/loss_scale"] for row in whole[3:]]
-    assert whole[-1]["train/loss_scale"] == 2.0**15
-    for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    straight, fresh = (tiny.trainer(train=HALF) for _ in range(2))
+    straight.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    rows = tiny.goes_on(straight, fresh, tmp_path, before=3, after=3)
+    assert rows[-1]["train/loss_scale"] == 2.0**15

@@ -10,13 +10,7 @@ from normexp.data import Batch
 from normexp.model import cross_entropy_sum
 from normexp.telemetry import Buffer, Layout, Reading, TelemetryConfig, locate
 from tests import tiny
-
-
-def rows_of(trainer, steps=1):
-    buffer = Buffer()
-    for _ in range(steps):
-        buffer.add(*trainer.take_step())
-    return buffer.flush()
+from tests.tiny import rows_of
 
 
 def gradients(model, batch, parts=1):

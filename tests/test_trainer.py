@@ -17,24 +17,13 @@ from normexp.optim import learning_rate
 from normexp.telemetry import Buffer
 from normexp.trainer import Outcome, fit, micro_batches, stream
 from tests import tiny
-
-VOLATILE = {"time", "tokens_per_second"}
+from tests.tiny import VOLATILE, numbers, same_weights
 
 
 def train(trainer, path, rows, hopeless=lambda: False, log=None):
     with interruption() as received:
         save = functools.partial(checkpoint.save, path / "checkpoint.pt")
         return fit(trainer, log=log or rows.extend, save=save, hopeless=hopeless, received=received)
-
-
-def numbers(rows):
-    return [{path: value for path, value in row.items() if path not in VOLATILE} for row in rows]
-
-
-def same_weights(first, second):
-    return all(
-        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    )
 
 
 @pytest.mark.parametrize(("norm", "placement"), tiny.CELLS)
