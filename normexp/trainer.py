@@ -257,7 +257,7 @@ def fit(
     hopeless: Callable[[], bool],
     received: Sequence[int],
 ) -> Outcome:
-    """Trains from where `trainer` stands to the last step. Rows reach `log` before a state that covers them does `save`.
+    """Trains from where `trainer` stands to the last step. Rows reach `log` before a state that has them does `save`.
 
     `hopeless` is asked after each evaluation when `train.early_stop`. `received`: what `interruption` collects; once it
     holds a signal, the step in hand is ended and a checkpoint saved.
