@@ -1,6 +1,7 @@
 """The trainer's promises: exact resume, steps that are skipped whole, cells that differ in one variable only."""
 
 import functools
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from normexp import checkpoint
 from normexp.fields import UserError
@@ -76,6 +78,20 @@ def test_random_numbers_are_a_function_of_the_step(norm, changes):
         trainer = tiny.trainer(norm, **changes)
         losses.append([trainer.take_step()[1][0].values[0].item() for _ in range(2)])
     assert losses[0] == losses[1]
+
+
+def test_dropout_is_by_seed_step_and_micro_batch():
+    """Of the embedding, in three steps of two micro-batches, for two seeds: as torch draws it from each stream."""
+    seen, expected = [], []
+    for seed in (1, 2):
+        trainer = tiny.trainer(dropout=0.5, seed=seed, train=replace(tiny.TRAIN, grad_accum=2))
+        trainer.model.embed.register_forward_hook(lambda _, __, out: seen.append(out != 0))
+        tiny.rows_of(trainer, 3)
+        for step, part in itertools.product((1, 2, 3), (0, 1)):
+            torch.manual_seed(stream(seed, step, part))
+            expected.append(F.dropout(torch.ones(4, 16, 16), 0.5) != 0)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, expected, strict=True))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2))
 
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 5), (signal.SIGINT, 2), (signal.SIGUSR2, 7)])
@@ -321,15 +337,16 @@ def test_every_step_moves_by_its_own_learning_rate(decay):
         assert row["train/lr"] == learning_rate(step, optim, 8)
 
 
-def test_weight_decay_shrinks_the_matrices_and_nothing_else():
-    """With no gradient at all, AdamW's step is W ← W (1 − lr · decay)."""
+@pytest.mark.parametrize("name", ["adamw", "stableadamw", "sgd"])
+def test_weight_decay_shrinks_the_matrices_and_nothing_else(name):
+    """With no gradient at all, a step is W ← W (1 − lr · decay)."""
 
     class Nothing(tiny.Source):
         def batch(self, seed, step, rows):
             batch = super().batch(seed, step, rows)
             return batch._replace(targets=torch.full_like(batch.targets, -100))
 
-    optim = replace(tiny.OPTIM, lr=0.1, warmup_steps=0, weight_decay=0.5)
+    optim = replace(tiny.OPTIM, name=name, lr=0.1, warmup_steps=0, weight_decay=0.5)
     trainer = tiny.trainer(optim=optim, source=Nothing())
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.take_step()
