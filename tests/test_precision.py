@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests import tiny
 from tests.tiny import rows_of
@@ -22,6 +23,18 @@ def test_gradient_norms_are_those_of_float32(norm, dtype):
     for path in paths:
         if exact[path] > 1e-6:  # BatchNorm leaves nothing but rounding of a bias before it
             assert low[path] == pytest.approx(exact[path], rel=0.02 if dtype == "float16" else 0.06), path
+
+
+def test_the_validation_loss_is_that_of_the_precision_too():
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = tiny.trainer(train=replace(tiny.TRAIN, dtype=dtype))
+        batches = trainer.source.validation(4, 2)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            logits = torch.cat([trainer.model(batch.tokens) for batch in batches]).float().flatten(0, 1)
+        losses[dtype] = F.cross_entropy(logits, torch.cat([batch.targets for batch in batches]).flatten()).item()
+        assert trainer.evaluate()[0].values.item() == pytest.approx(losses[dtype], rel=1e-6)  # the order of sums
+    assert abs(losses["float32"] - losses["bfloat16"]) > 1e-5
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
