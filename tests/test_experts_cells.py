@@ -24,11 +24,6 @@ OWN = ("pre", "peri", "sandwich", "subln", "normformer", "keel", "mixln")  # whe
 PER_TOKEN = [name for name in tiny.NORMS | tiny.ZOO if name not in ("bn", "rbn", "switch", "power", "none")]
 
 
-@pytest.fixture(autouse=True)
-def _few_graphs():
-    torch.compiler.reset()  # the compiler takes only so many models of one class
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("name", "own"), [(n, "shared") for n in zoo.PLACEMENTS] + [(n, "per_expert") for n in OWN])
 def test_every_placement_takes_three_steps(name, own, padded):
