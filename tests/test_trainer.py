@@ -277,6 +277,35 @@ def test_early_stop_asks_after_evaluations_only(tmp_path):
     assert train(off, tmp_path, [], hopeless=lambda: True) == Outcome(8, None, False)
 
 
+@pytest.mark.parametrize(("begins", "asked"), [(0, [4, 8]), (3, [4, 8]), (4, [4, 8]), (5, [8]), (8, [8]), (12, [])])
+def test_a_resumed_run_may_stop_early_where_the_whole_one_might(begins, asked, tmp_path):
+    """After an evaluation that is not the last; after the last step there is nothing left to stop."""
+    trainer, seen = tiny.trainer(train=replace(tiny.TRAIN, steps=12, early_stop=True)), []
+    tiny.rows_of(trainer, begins)
+    outcome = train(trainer, tmp_path, [], hopeless=lambda: seen.append(trainer.step))
+    assert (outcome, seen) == (Outcome(12, None, False), asked)
+
+
+def test_when_a_run_evaluates_writes_and_saves():
+    """Each by its own number of steps, and all at the last; what is evaluated or saved is written at once."""
+    train = replace(tiny.TRAIN, steps=11, eval_every=5, checkpoint_every=4)
+    trainer, rows, written, saved = (
+        tiny.trainer(train=train, telemetry=replace(tiny.TELEMETRY, flush_every=3)),
+        [],
+        [],
+        [],
+    )
+
+    def log(new):
+        rows.extend(new)
+        written.append(new[-1]["step"])
+
+    fit(trainer, log=log, save=lambda state: saved.append(state["step"]), hopeless=lambda: True, received=())
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 5, 10, 11]
+    assert saved == [4, 8, 11]
+    assert written == [3, 4, 5, 6, 8, 9, 10, 11]
+
+
 def test_bfloat16_stays_near_float32_and_keeps_float32_parameters(tmp_path):
     rows = {}
     for dtype in ("float32", "bfloat16"):
