@@ -64,6 +64,30 @@ def test_gradient_norms_against_a_loop():
     )
 
 
+def test_the_layer_ratio_is_first_over_last():
+    (row,) = rows_of(tiny.trainer(depth=4))
+    expected = row["grad_norm/layer_00/mlp.out"] / row["grad_norm/layer_03/mlp.out"]
+    assert row["layer_ratio"] == pytest.approx(expected, rel=1e-6)
+
+
+class Idle(nn.LayerNorm):
+    """A norm with a matrix that takes no part."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.idle = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+def test_what_takes_no_part_has_no_gradient_and_does_not_move():
+    row = rows_of(tiny.trainer(Idle, "pre"), 2)[-1]
+    read = {metric: row[f"{metric}/layer_01/norm.attn_in.idle"] for metric in ("grad_norm", "update_ratio", "rms_t")}
+    assert read == {"grad_norm": 0, "update_ratio": 0, "rms_t": 0}
+    assert row["weight_norm/layer_01/norm.attn_in.idle"] == pytest.approx(6**0.5)
+
+
 def test_gradient_norms_are_taken_before_clipping():
     (free,), (clipped,) = (rows_of(tiny.trainer(train=replace(tiny.TRAIN, clip=clip))) for clip in (0.0, 0.01))
     assert clipped["grad_norm/total"] == free["grad_norm/total"] > 0.1
