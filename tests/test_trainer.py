@@ -1,5 +1,6 @@
 """The trainer's promises: exact resume, steps that are skipped whole, cells that differ in one variable only."""
 
+import copy
 import functools
 import itertools
 import os
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from normexp import checkpoint
 from normexp.fields import UserError
 from normexp.interruption import interruption
+from normexp.model import cross_entropy_sum
 from normexp.norms import batch_norms
 from normexp.optim import learning_rate
 from normexp.telemetry import Buffer
@@ -278,6 +280,12 @@ def test_early_stop_asks_after_evaluations_only(tmp_path):
     assert train(off, tmp_path, [], hopeless=lambda: True) == Outcome(8, None, False)
 
 
+def test_a_signal_at_an_early_stop_leaves_a_stopped_run(tmp_path):
+    trainer, received = tiny.trainer(train=replace(tiny.TRAIN, early_stop=True)), []
+    hopeless = lambda: received.append(signal.SIGTERM) is None  # noqa: E731
+    assert fit(trainer, log=len, save=len, hopeless=hopeless, received=received) == Outcome(4, None, True)
+
+
 @pytest.mark.parametrize(("begins", "asked"), [(0, [4, 8]), (3, [4, 8]), (4, [4, 8]), (5, [8]), (8, [8]), (12, [])])
 def test_a_resumed_run_may_stop_early_where_the_whole_one_might(begins, asked, tmp_path):
     """After an evaluation that is not the last; after the last step there is nothing left to stop."""
@@ -404,6 +412,24 @@ def test_the_validation_loss_is_the_mean_over_real_tokens():
         count += int(batch.mask.sum())
     (reading,) = trainer.evaluate()
     assert reading.values.item() == pytest.approx(total / count, rel=1e-5)
+
+
+def mean_loss(model, batches):
+    with torch.no_grad():
+        losses = [cross_entropy_sum(model(batch.tokens, batch.mask), batch.targets).item() for batch in batches]
+    return pytest.approx(sum(losses) / sum(int(batch.mask.sum()) for batch in batches), rel=1e-6)
+
+
+def test_batch_norm_is_told_the_pads_and_validated_by_both_statistics():
+    """The model itself, called with the mask: in training, by batch statistics; in evaluation, by running ones."""
+    trainer = tiny.trainer("bn", source=tiny.Source(padded=True))
+    expected = mean_loss(copy.deepcopy(trainer.model), [trainer.source.batch(0, 1, 4)])
+    assert tiny.rows_of(trainer, 3)[0]["train/loss"] == expected
+    batches = trainer.source.validation(4, 2)
+    running, batch = (mean_loss(copy.deepcopy(trainer.model).train(mode), batches) for mode in (False, True))
+    found = {reading.paths[0]: reading.values.item() for reading in trainer.evaluate()}
+    assert found == {"val/loss": running, "val/loss_batch_stats": batch}
+    assert found["val/loss"] != batch
 
 
 @pytest.mark.parametrize("stats", ["batch_time", "position", "cumulative"])
