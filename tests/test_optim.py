@@ -102,6 +102,9 @@ def test_stable_adamw_leaves_alone_what_has_no_gradient():
     optimizer.step()
     assert used.tolist() == pytest.approx([1 - 0.1 * (0.1 + 1)] * 2)
     assert unused.tolist() == [1, 1]
+    unused.grad = torch.ones(2)
+    optimizer.step()
+    assert unused.tolist() == pytest.approx([1 - 0.1 * (0.1 + 1)] * 2)  # its first step, whatever the others have had
 
 
 @pytest.mark.parametrize(("name", "cls"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
