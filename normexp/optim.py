@@ -71,8 +71,11 @@ class StableAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
+            by_age: dict[int, list[Tensor]] = {}  # steps taken: some may have had no gradient at times
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_age.setdefault(int(self._state(p)["step"]), []).append(p)
+            for parameters in by_age.values():
                 self._step(group, parameters, [p.grad for p in parameters if p.grad is not None])
 
     def _step(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 
 from tests import tiny
-from tests.test_trainer import VOLATILE, train
+from tests.test_trainer import train
+from tests.tiny import VOLATILE
 
 folder = Path(sys.argv[1])
 settings = replace(tiny.TRAIN, steps=20)

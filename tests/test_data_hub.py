@@ -19,7 +19,7 @@ import pytest
 
 from normexp.data import hub
 from normexp.fields import UserError
-from tests.test_data_records import open_hf
+from tests.test_data_records import HF, open_hf
 
 STORIES = [f"story {number}\nand its end, {number**2}" for number in range(300)]
 COMMIT, FILE = "a" * 40, "data/train-00000-of-00001.parquet"
@@ -190,6 +190,27 @@ def test_a_dataset_of_a_hub_is_read_once(tmp_path):
     ]
     for line, pattern in zip(done.stdout.splitlines(), expected, strict=True):
         assert re.fullmatch(pattern, line)
+
+
+def test_every_other_request_is_another_text(tmp_path, monkeypatch):
+    """The text here tells what was wanted; streaming changes how it comes, not what."""
+    asked = []
+
+    def documents(wanted, streaming):
+        asked.append(wanted)
+        return [f"{field} is {value}" for field, value in wanted._asdict().items()]
+
+    monkeypatch.setattr(hub, "documents", documents)
+    plain = {field: HF[field] for field in hub.Wanted._fields if field != "name"}
+    changes = {"config": "c", "revision": "r", "split": "test", "column": "body", "documents": 5}
+    requests = [plain, *(plain | {field: value} for field, value in changes.items())]
+    assert len(requests) == len(hub.Wanted._fields)
+    for request in requests * 2:
+        for streaming in (True, False):
+            source = open_hf("owner/tiny", tmp_path / "cache", streaming=streaming, **request)
+            wanted = {"name": "owner/tiny", **request}
+            assert source.sha256 == sha256([f"{field} is {value}" for field, value in wanted.items()])
+    assert len(asked) == len(requests)
 
 
 def test_a_download_that_breaks_off_leaves_no_text(tmp_path, monkeypatch):

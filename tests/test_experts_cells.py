@@ -9,32 +9,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from normexp import arithmetic, checkpoint, commandline, config, runs
+from normexp import arithmetic, commandline, config, runs
 from normexp.fields import UserError
 from normexp.fold import fold_norms
 from normexp.layers import Activation
 from normexp.norms import Identity
 from normexp.optim import parameter_groups
-from normexp.telemetry import Buffer
 from tests import tiny, zoo
-from tests.tiny import load
+from tests.tiny import load, rows_of
 
 TOKENS = torch.randint(0, tiny.VOCABULARY, (3, tiny.CONTEXT), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(tiny.CONTEXT) < torch.tensor([[16], [9], [4]])
 OWN = ("pre", "peri", "sandwich", "subln", "normformer", "keel", "mixln")  # where experts may own the norm
 PER_TOKEN = [name for name in tiny.NORMS | tiny.ZOO if name not in ("bn", "rbn", "switch", "power", "none")]
-
-
-@pytest.fixture(autouse=True)
-def _few_graphs():
-    torch.compiler.reset()  # the compiler takes only so many models of one class
-
-
-def rows(trainer, steps: int):
-    buffer = Buffer()
-    for _ in range(steps):
-        buffer.add(*trainer.take_step())
-    return buffer.flush()
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -45,7 +32,7 @@ def test_every_placement_takes_three_steps(name, own, padded):
         batch = trainer.source.batch(0, 1, 4)
         trainer.model.calibrate(batch.tokens, batch.mask)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    taken = rows(trainer, 3)
+    taken = rows_of(trainer, 3)
     assert all(math.isfinite(row["train/loss"] + row["grad_norm/total"]) for row in taken)
     for layer in ("00", "01"):
         load = [taken[-1][f"expert_load/layer_{layer}/mlp.{expert}"] for expert in range(8)]
@@ -274,7 +261,7 @@ def test_matrices_decay_and_norms_do_not():
 
 
 def test_the_layer_ratio_is_that_of_all_experts_together():
-    row = rows(tiny.trainer(mlp="moe"), 1)[0]
+    row = rows_of(tiny.trainer(mlp="moe"), 1)[0]
     first, last = (
         math.sqrt(sum(row[f"grad_norm/layer_{layer}/mlp.experts.{e}.out"] ** 2 for e in range(8)))
         for layer in ("00", "01")
@@ -306,22 +293,8 @@ def test_folded_logits_are_the_same(placement, norm, own, changes):
 
 @pytest.mark.parametrize(("norm", "own"), [("ln", "shared"), ("bn", "per_expert")])
 def test_resume_is_bit_for_bit(norm, own, tmp_path):
-    def begun():
-        settings = {"mlp": "moe", "moe_norm": own, "dropout": 0.1}
-        return tiny.trainer(norm, source=tiny.Source(padded=True), **settings)
-
-    straight = begun()
-    rows(straight, 3)
-    checkpoint.save(tmp_path / "cut.pt", straight.state())
-    resumed = begun()
-    resumed.load(checkpoint.load(tmp_path / "cut.pt"))
-    volatile = {"time", "tokens_per_second"}
-    for one, other in zip(rows(straight, 3), rows(resumed, 3), strict=True):
-        assert {p: v for p, v in one.items() if p not in volatile} == {
-            p: v for p, v in other.items() if p not in volatile
-        }
-    first, second = straight.model.state_dict(), resumed.model.state_dict()
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    settings = {"source": tiny.Source(padded=True), "mlp": "moe", "moe_norm": own, "dropout": 0.1}
+    tiny.goes_on(*(tiny.trainer(norm, **settings) for _ in range(2)), tmp_path, before=3, after=3)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -358,7 +331,7 @@ def test_training_learns_and_spreads_the_load(norm, own):
     trainer = tiny.trainer(
         norm, mlp="moe", moe_norm=own, optim=replace(tiny.OPTIM, lr=1e-2), train=replace(tiny.TRAIN, steps=80)
     )
-    taken = rows(trainer, 80)
+    taken = rows_of(trainer, 80)
     assert taken[0]["train/loss"] > 2.3
     assert sum(row["train/loss"] for row in taken[-5:]) / 5 < 1.1
     last = taken[-1]
@@ -370,7 +343,7 @@ def test_the_load_balance_loss_is_what_spreads_it():
     apart = []
     for weight in (0.0, 1.0):
         trainer = tiny.trainer(mlp="moe", load_balance=weight, router_z_loss=0.0)
-        rows(trainer, 40)
+        rows_of(trainer, 40)
         trainer.model.blocks[0].mlp.load_balance, trainer.model.blocks[1].mlp.load_balance = 1.0, 1.0
         trainer.model(TOKENS)
         apart.append(sum(block.mlp.aux_loss().item() for block in trainer.model.blocks) / 2)
@@ -381,7 +354,7 @@ def test_the_load_balance_loss_is_what_spreads_it():
 @pytest.mark.parametrize("own", ["shared", "per_expert"])
 def test_low_precision_and_one_graph(dtype, own):
     trainer = tiny.trainer(mlp="moe", moe_norm=own, train=replace(tiny.TRAIN, dtype=dtype))
-    assert math.isfinite(rows(trainer, 1)[0]["train/loss"])
+    assert math.isfinite(rows_of(trainer, 1)[0]["train/loss"])
     built = tiny.model(mlp="moe", moe_norm=own, depth=1)
     graph = torch.compile(built, backend="eager", fullgraph=True)
     torch.testing.assert_close(graph(TOKENS, MASK)[MASK], built(TOKENS, MASK)[MASK], atol=1e-5, rtol=1e-5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-VOLATILE = {"time", "tokens_per_second"}
+from tests import tiny
 
 
 def start(folder: Path, steps: int, every: int) -> subprocess.Popen:
@@ -33,9 +33,8 @@ def finish(process: subprocess.Popen) -> str:
 def outcome(folder: Path) -> tuple[list[dict], dict, dict]:
     (run,) = folder.glob("runs/*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    numbers = [{path: value for path, value in row.items() if path not in VOLATILE} for row in rows]
     weights = torch.load(run / "checkpoint.pt", weights_only=True)["model"]
-    return numbers, weights, json.loads((run / "summary.json").read_text())
+    return tiny.numbers(rows), weights, json.loads((run / "summary.json").read_text())
 
 
 def last_logged_step(folder: Path) -> int:

@@ -5,11 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from normexp import checkpoint
 from normexp.norms import batch_norms
-from normexp.telemetry import Buffer
 from tests import tiny
-from tests.test_trainer import numbers
 
 CELLS = [(norm, placement) for norm in tiny.ZOO for placement in tiny.PLACEMENTS]
 STATEFUL = ["rbn", "switch", "power"]
@@ -17,10 +14,7 @@ PADDED = tiny.Source(padded=True)
 
 
 def stepped(trainer, steps):
-    buffer = Buffer()
-    for _ in range(steps):
-        buffer.add(*trainer.take_step())
-    return numbers(buffer.flush())
+    return tiny.numbers(tiny.rows_of(trainer, steps))
 
 
 def state(trainer):
@@ -51,13 +45,7 @@ def test_every_cell_takes_three_steps(norm, placement):
 @pytest.mark.parametrize(("norm", "placement"), CELLS)
 def test_resume_is_bit_for_bit(norm, placement, tmp_path):
     """Cut in the second of four steps; what a norm remembers is in the checkpoint."""
-    straight, first, second = (tiny.trainer(norm, placement, source=PADDED, dropout=0.3) for _ in range(3))
-    rows = stepped(straight, 4)
-    stepped(first, 2)
-    checkpoint.save(tmp_path / "cut.pt", first.state())
-    second.load(checkpoint.load(tmp_path / "cut.pt"))
-    assert stepped(second, 2) == rows[2:]
-    assert equal(state(straight), state(second))
+    tiny.goes_on(*(tiny.trainer(norm, placement, source=PADDED, dropout=0.3) for _ in range(2)), tmp_path)
 
 
 @pytest.mark.parametrize("norm", STATEFUL)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from normexp import cell, checkpoint, commandline, config
+from normexp import cell, commandline, config
 from normexp.fold import fold_norms
 from normexp.norms import Identity
 from normexp.optim import parameter_groups
@@ -222,25 +222,13 @@ def test_a_zero_vector_on_the_sphere_stays_zero_with_a_finite_gradient():
 def test_resume_keeps_constants(name, tmp_path):
     """Into a model that was never calibrated, as if nothing had happened."""
 
-    def begun():
-        return tiny.trainer(*zoo.cell(name), source=tiny.Source(padded=True))
-
-    straight = begun()
+    straight, fresh = (tiny.trainer(*zoo.cell(name), source=tiny.Source(padded=True)) for _ in range(2))
     if name == "admin":
         batch = straight.source.batch(0, 1, 4)
         straight.model.calibrate(batch.tokens, batch.mask)
-    straight.take_step()
-    checkpoint.save(tmp_path / "cut.pt", straight.state())
-    resumed = begun()
-    resumed.load(checkpoint.load(tmp_path / "cut.pt"))
-    for _ in range(2):
-        straight.take_step()
-        resumed.take_step()
-    first, second = straight.model.state_dict(), resumed.model.state_dict()
-    assert list(first) == list(second)
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    tiny.goes_on(straight, fresh, tmp_path)
     if name == "admin":
-        assert (first["blocks.1.omega.mlp"] > 1.3).all()
+        assert (fresh.model.state_dict()["blocks.1.omega.mlp"] > 1.3).all()
 
 
 @pytest.mark.parametrize("name", ["ngpt", "hybrid", "residual_dual", "normformer"])

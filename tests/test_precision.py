@@ -4,19 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from normexp import checkpoint
-from normexp.telemetry import Buffer
 from tests import tiny
+from tests.tiny import rows_of
 
 HALF = replace(tiny.TRAIN, dtype="float16")
-
-
-def rows_of(trainer, steps):
-    buffer = Buffer()
-    for _ in range(steps):
-        buffer.add(*trainer.take_step())
-    return buffer.flush()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -30,6 +23,18 @@ def test_gradient_norms_are_those_of_float32(norm, dtype):
     for path in paths:
         if exact[path] > 1e-6:  # BatchNorm leaves nothing but rounding of a bias before it
             assert low[path] == pytest.approx(exact[path], rel=0.02 if dtype == "float16" else 0.06), path
+
+
+def test_the_validation_loss_is_that_of_the_precision_too():
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = tiny.trainer(train=replace(tiny.TRAIN, dtype=dtype))
+        batches = trainer.source.validation(4, 2)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            logits = torch.cat([trainer.model(batch.tokens) for batch in batches]).float().flatten(0, 1)
+        losses[dtype] = F.cross_entropy(logits, torch.cat([batch.targets for batch in batches]).flatten()).item()
+        assert trainer.evaluate()[0].values.item() == pytest.approx(losses[dtype], rel=1e-6)  # the order of sums
+    assert abs(losses["float32"] - losses["bfloat16"]) > 1e-5
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
@@ -64,14 +69,7 @@ def test_an_overflow_is_recorded_skipped_and_survived():
 
 
 def test_the_scale_is_resumed(tmp_path):
-    straight, first, second = (tiny.trainer(train=HALF) for _ in range(3))
-    for trainer in (straight, first):
-        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-    whole = rows_of(straight, 6)
-    rows_of(first, 3)
-    checkpoint.save(tmp_path / "half.pt", first.state())
-    second.load(checkpoint.load(tmp_path / "half.pt"))
-    assert [row["train/loss_scale"] for row in rows_of(second, 3)] == [row["train/loss_scale"] for row in whole[3:]]
-    assert whole[-1]["train/loss_scale"] == 2.0**15
-    for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    straight, fresh = (tiny.trainer(train=HALF) for _ in range(2))
+    straight.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    rows = tiny.goes_on(straight, fresh, tmp_path, before=3, after=3)
+    assert rows[-1]["train/loss_scale"] == 2.0**15

@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from normexp import checkpoint, config, runs
+from normexp import config, runs
 from normexp.fields import UserError
 from normexp.quantise import fake_quantise, quantised
-from normexp.telemetry import Buffer, locate
+from normexp.telemetry import locate
 from tests import tiny
 from tests.norm_cases import ALL, DIM, inputs, perturbed, right_mask
 from tests.test_quantise import MAGNITUDES
-from tests.test_trainer import numbers, same_weights, train
-from tests.tiny import load
+from tests.tiny import load, rows_of, same_weights
 
 GRIDS = {"int8": [float(n) for n in range(128)], "e4m3": [0.0, *MAGNITUDES]}
 ROUNDED = ("ln", "rms", "rms-offset", "prms", "scale", "seednorm", "rbn", "switch", *(n for n in ALL if "bn-" in n))
@@ -141,13 +140,6 @@ def test_nothing_but_the_rounding_varies(norm, changes):
     assert all(v.dtype is torch.float32 for s in rounding.optimizer.state.values() for v in s.values())
 
 
-def rows_of(trainer, steps):
-    buffer = Buffer()
-    for _ in range(steps):
-        buffer.add(*trainer.take_step())
-    return buffer.flush()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_error_of_every_site_is_logged_as_it_is_by_hand(padded, dtype):
@@ -176,17 +168,8 @@ def test_the_error_of_every_site_is_logged_as_it_is_by_hand(padded, dtype):
 @pytest.mark.parametrize("changes", PLACES.values(), ids=PLACES)
 def test_resume_is_bit_for_bit(norm, changes, tmp_path):
     settings = {"source": tiny.Source(padded=True), "train": replace(tiny.TRAIN, grad_accum=2), **changes}
-    straight, rows = tiny.trainer(norm, **settings), []
-    train(straight, tmp_path, rows)
-    assert any(path.startswith("quant_error/layer_01/") for path in rows[1])
-    first = tiny.trainer(norm, **settings)
-    rows_of(first, 3)
-    checkpoint.save(tmp_path / "cut.pt", first.state())
-    second, rest = tiny.trainer(norm, **settings), []
-    second.load(checkpoint.load(tmp_path / "cut.pt"))
-    train(second, tmp_path, rest)
-    assert numbers(rest) == numbers(rows[4:])
-    assert same_weights(straight.model, second.model)
+    *_, row = tiny.goes_on(*(tiny.trainer(norm, **settings) for _ in range(2)), tmp_path, before=3)
+    assert any(path.startswith("quant_error/layer_01/") for path in row)
 
 
 @pytest.mark.parametrize("changes", PLACES.values(), ids=PLACES)

@@ -43,6 +43,11 @@ def test_a_loss_that_is_not_finite_is_nan_and_the_best_one_is_kept():
     assert summary["verdict"] == "diverged"
 
 
+def test_the_last_validation_stands_with_its_step():
+    summary = summarise(rows({0: 4.2, 4: 1.8}), **ABOUT)
+    assert (summary["val_loss"], summary["val_step"], summary["steps"]) == (1.8, 4, 8)
+
+
 def test_skipped_steps_are_counted():
     some = rows({0: 4.2, 8: 2.0})
     some[3] |= {"train/loss": None, "nonfinite": ["train/loss"]}

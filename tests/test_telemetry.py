@@ -10,13 +10,7 @@ from normexp.data import Batch
 from normexp.model import cross_entropy_sum
 from normexp.telemetry import Buffer, Layout, Reading, TelemetryConfig, locate
 from tests import tiny
-
-
-def rows_of(trainer, steps=1):
-    buffer = Buffer()
-    for _ in range(steps):
-        buffer.add(*trainer.take_step())
-    return buffer.flush()
+from tests.tiny import rows_of
 
 
 def gradients(model, batch, parts=1):
@@ -68,6 +62,30 @@ def test_gradient_norms_against_a_loop():
     assert row["layer_ratio"] == pytest.approx(
         row["grad_norm/layer_00/mlp.out"] / row["grad_norm/layer_01/mlp.out"], rel=1e-5
     )
+
+
+def test_the_layer_ratio_is_first_over_last():
+    (row,) = rows_of(tiny.trainer(depth=4))
+    expected = row["grad_norm/layer_00/mlp.out"] / row["grad_norm/layer_03/mlp.out"]
+    assert row["layer_ratio"] == pytest.approx(expected, rel=1e-6)
+
+
+class Idle(nn.LayerNorm):
+    """A norm with a matrix that takes no part."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.idle = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+def test_what_takes_no_part_has_no_gradient_and_does_not_move():
+    row = rows_of(tiny.trainer(Idle, "pre"), 2)[-1]
+    read = {metric: row[f"{metric}/layer_01/norm.attn_in.idle"] for metric in ("grad_norm", "update_ratio", "rms_t")}
+    assert read == {"grad_norm": 0, "update_ratio": 0, "rms_t": 0}
+    assert row["weight_norm/layer_01/norm.attn_in.idle"] == pytest.approx(6**0.5)
 
 
 def test_gradient_norms_are_taken_before_clipping():

@@ -1,6 +1,8 @@
 """The trainer's promises: exact resume, steps that are skipped whole, cells that differ in one variable only."""
 
+import copy
 import functools
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -8,33 +10,24 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from normexp import checkpoint
 from normexp.fields import UserError
 from normexp.interruption import interruption
+from normexp.model import cross_entropy_sum
 from normexp.norms import batch_norms
 from normexp.optim import learning_rate
 from normexp.telemetry import Buffer
 from normexp.trainer import Outcome, fit, micro_batches, stream
 from tests import tiny
-
-VOLATILE = {"time", "tokens_per_second"}
+from tests.tiny import VOLATILE, numbers, same_weights
 
 
 def train(trainer, path, rows, hopeless=lambda: False, log=None):
     with interruption() as received:
         save = functools.partial(checkpoint.save, path / "checkpoint.pt")
         return fit(trainer, log=log or rows.extend, save=save, hopeless=hopeless, received=received)
-
-
-def numbers(rows):
-    return [{path: value for path, value in row.items() if path not in VOLATILE} for row in rows]
-
-
-def same_weights(first, second):
-    return all(
-        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    )
 
 
 @pytest.mark.parametrize(("norm", "placement"), tiny.CELLS)
@@ -87,6 +80,20 @@ def test_random_numbers_are_a_function_of_the_step(norm, changes):
         trainer = tiny.trainer(norm, **changes)
         losses.append([trainer.take_step()[1][0].values[0].item() for _ in range(2)])
     assert losses[0] == losses[1]
+
+
+def test_dropout_is_by_seed_step_and_micro_batch():
+    """Of the embedding, in three steps of two micro-batches, for two seeds: as torch draws it from each stream."""
+    seen, expected = [], []
+    for seed in (1, 2):
+        trainer = tiny.trainer(dropout=0.5, seed=seed, train=replace(tiny.TRAIN, grad_accum=2))
+        trainer.model.embed.register_forward_hook(lambda _, __, out: seen.append(out != 0))
+        tiny.rows_of(trainer, 3)
+        for step, part in itertools.product((1, 2, 3), (0, 1)):
+            torch.manual_seed(stream(seed, step, part))
+            expected.append(F.dropout(torch.ones(4, 16, 16), 0.5) != 0)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, expected, strict=True))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2))
 
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 5), (signal.SIGINT, 2), (signal.SIGUSR2, 7)])
@@ -151,11 +158,12 @@ def poison(trainer, step, value=float("nan"), layer=None):
     trainer._backward = poisoned
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(value, tmp_path):
+@pytest.mark.parametrize(("step", "value"), [(3, float("nan")), (3, float("inf")), (4, float("nan"))])
+def test_a_gradient_that_is_not_finite_changes_nothing(step, value, tmp_path):
+    """Nor at the fourth step, where the metrics are not read."""
     trainer, buffer = tiny.trainer("bn"), Buffer()
-    poison(trainer, 3, value, layer=1)
-    for _ in range(2):
+    poison(trainer, step, value, layer=1)
+    for _ in range(step - 1):
         buffer.add(*trainer.take_step())
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     moments = [state["exp_avg_sq"].clone() for state in trainer.optimizer.state.values()]
@@ -272,6 +280,41 @@ def test_early_stop_asks_after_evaluations_only(tmp_path):
     assert train(off, tmp_path, [], hopeless=lambda: True) == Outcome(8, None, False)
 
 
+def test_a_signal_at_an_early_stop_leaves_a_stopped_run(tmp_path):
+    trainer, received = tiny.trainer(train=replace(tiny.TRAIN, early_stop=True)), []
+    hopeless = lambda: received.append(signal.SIGTERM) is None  # noqa: E731
+    assert fit(trainer, log=len, save=len, hopeless=hopeless, received=received) == Outcome(4, None, True)
+
+
+@pytest.mark.parametrize(("begins", "asked"), [(0, [4, 8]), (3, [4, 8]), (4, [4, 8]), (5, [8]), (8, [8]), (12, [])])
+def test_a_resumed_run_may_stop_early_where_the_whole_one_might(begins, asked, tmp_path):
+    """After an evaluation that is not the last; after the last step there is nothing left to stop."""
+    trainer, seen = tiny.trainer(train=replace(tiny.TRAIN, steps=12, early_stop=True)), []
+    tiny.rows_of(trainer, begins)
+    outcome = train(trainer, tmp_path, [], hopeless=lambda: seen.append(trainer.step))
+    assert (outcome, seen) == (Outcome(12, None, False), asked)
+
+
+def test_when_a_run_evaluates_writes_and_saves():
+    """Each by its own number of steps, and all at the last; what is evaluated or saved is written at once."""
+    train = replace(tiny.TRAIN, steps=11, eval_every=5, checkpoint_every=4)
+    trainer, rows, written, saved = (
+        tiny.trainer(train=train, telemetry=replace(tiny.TELEMETRY, flush_every=3)),
+        [],
+        [],
+        [],
+    )
+
+    def log(new):
+        rows.extend(new)
+        written.append(new[-1]["step"])
+
+    fit(trainer, log=log, save=lambda state: saved.append(state["step"]), hopeless=lambda: True, received=())
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 5, 10, 11]
+    assert saved == [4, 8, 11]
+    assert written == [3, 4, 5, 6, 8, 9, 10, 11]
+
+
 def test_bfloat16_stays_near_float32_and_keeps_float32_parameters(tmp_path):
     rows = {}
     for dtype in ("float32", "bfloat16"):
@@ -332,15 +375,16 @@ def test_every_step_moves_by_its_own_learning_rate(decay):
         assert row["train/lr"] == learning_rate(step, optim, 8)
 
 
-def test_weight_decay_shrinks_the_matrices_and_nothing_else():
-    """With no gradient at all, AdamW's step is W ← W (1 − lr · decay)."""
+@pytest.mark.parametrize("name", ["adamw", "stableadamw", "sgd"])
+def test_weight_decay_shrinks_the_matrices_and_nothing_else(name):
+    """With no gradient at all, a step is W ← W (1 − lr · decay)."""
 
     class Nothing(tiny.Source):
         def batch(self, seed, step, rows):
             batch = super().batch(seed, step, rows)
             return batch._replace(targets=torch.full_like(batch.targets, -100))
 
-    optim = replace(tiny.OPTIM, lr=0.1, warmup_steps=0, weight_decay=0.5)
+    optim = replace(tiny.OPTIM, name=name, lr=0.1, warmup_steps=0, weight_decay=0.5)
     trainer = tiny.trainer(optim=optim, source=Nothing())
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.take_step()
@@ -368,6 +412,24 @@ def test_the_validation_loss_is_the_mean_over_real_tokens():
         count += int(batch.mask.sum())
     (reading,) = trainer.evaluate()
     assert reading.values.item() == pytest.approx(total / count, rel=1e-5)
+
+
+def mean_loss(model, batches):
+    with torch.no_grad():
+        losses = [cross_entropy_sum(model(batch.tokens, batch.mask), batch.targets).item() for batch in batches]
+    return pytest.approx(sum(losses) / sum(int(batch.mask.sum()) for batch in batches), rel=1e-6)
+
+
+def test_batch_norm_is_told_the_pads_and_validated_by_both_statistics():
+    """The model itself, called with the mask: in training, by batch statistics; in evaluation, by running ones."""
+    trainer = tiny.trainer("bn", source=tiny.Source(padded=True))
+    expected = mean_loss(copy.deepcopy(trainer.model), [trainer.source.batch(0, 1, 4)])
+    assert tiny.rows_of(trainer, 3)[0]["train/loss"] == expected
+    batches = trainer.source.validation(4, 2)
+    running, batch = (mean_loss(copy.deepcopy(trainer.model).train(mode), batches) for mode in (False, True))
+    found = {reading.paths[0]: reading.values.item() for reading in trainer.evaluate()}
+    assert found == {"val/loss": running, "val/loss_batch_stats": batch}
+    assert found["val/loss"] != batch
 
 
 @pytest.mark.parametrize("stats", ["batch_time", "position", "cumulative"])

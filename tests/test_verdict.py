@@ -66,8 +66,8 @@ def test_a_loss_and_its_bound_are_told_apart():
 def test_collapsed_names_the_first_vanished_layer():
     ratios = {
         3: {"layer_ratio": 0.2, "grad_norm/layer_00": 0.2, "grad_norm/layer_01": 1.0},
-        4: {"layer_ratio": 0.051, "grad_norm/layer_00": 0.05, "grad_norm/layer_01": 1.0},
-        5: {"layer_ratio": 0.049, "grad_norm/layer_00": 0.04, "grad_norm/layer_01": 0.03, "grad_norm/layer_02": 1.0},
+        4: {"layer_ratio": 0.0501, "grad_norm/layer_00": 0.05, "grad_norm/layer_01": 1.0},
+        5: {"layer_ratio": 0.0499, "grad_norm/layer_00": 0.04, "grad_norm/layer_01": 0.03, "grad_norm/layer_02": 1.0},
         9: {"layer_ratio": 0.01, "grad_norm/layer_00": 0.01, "grad_norm/layer_01": 1.0},
     }
     result = verdict(history(FLAT, 3.02, ratios=ratios))
@@ -100,7 +100,8 @@ def test_a_slow_descent_from_above_the_uniform_loss_is_no_divergence():
     result = verdict(history(slow, 4.545, initial=4.65))
     assert (result.verdict, result.first_bad_step) == ("undecided", None)
     assert result.reason.endswith("nor yet below ln V + 0.05, where it has not been")
-    assert verdict(history(slow, 4.66, initial=4.65)).verdict == "diverged"
+    never = verdict(history(slow, 4.66, initial=4.65))
+    assert (never.verdict, never.first_bad_step) == ("diverged", 1)
     assert verdict(history([4.0, *slow], 4.545, initial=4.65)).verdict == "diverged"  # it had been there
 
 
@@ -112,6 +113,7 @@ def test_diverged_when_the_end_is_not_finite():
     assert "50 of 200" in result.reason
     assert verdict(history(FALLING[:151] + [math.nan] * 49, 2.5)).verdict == "unstable"  # not the whole last quarter
     assert verdict(history(FALLING, None)).verdict == "diverged"
+    assert verdict(history([4.4, 4.0, math.nan], 4.0)).verdict == "diverged"  # a quarter is one step at least
 
 
 @pytest.mark.parametrize(
@@ -138,12 +140,28 @@ def test_one_skipped_step_is_no_divergence(where):
     assert verdict(history(FALLING, 2.2, grad_norm=grad_norm)).verdict == "trained"
 
 
-@pytest.mark.parametrize(("change", "expected"), [(0.028, "collapsed"), (0.032, "undecided"), (-0.032, "undecided")])
+@pytest.mark.parametrize(("change", "expected"), [(0.0299, "collapsed"), (0.0301, "undecided"), (-0.0301, "undecided")])
 def test_a_plateau_moves_less_than_its_threshold(change, expected):
     """200 steps: the last 50 against the 50 before."""
     loss = [3.2] * 100 + [3.03 + change] * 50 + [3.03] * 50
     assert verdict(history(loss, 3.02)).verdict == expected
     assert verdict(history([4.4] + [math.nan] * 149 + [3.03] * 50, 3.02)).verdict == "undecided"
+    assert verdict(history([*FLAT[:120], math.nan, *FLAT[121:]], 3.02)).verdict == "collapsed"
+
+
+def test_a_plateau_takes_four_steps():
+    assert verdict(history([3.03] * 4, 3.02)).verdict == "collapsed"
+    assert verdict(history([3.03] * 3, 3.02)).reason.endswith("after 3 steps only")
+
+
+@pytest.mark.parametrize(("spikes", "expected"), [(2, "trained"), (3, "unstable")])
+def test_more_than_one_step_of_a_hundred_makes_a_run_unstable(spikes, expected):
+    loss = np.array(FALLING)
+    loss[[64, 130, 196][:spikes]] = 50  # none in another's window
+    rows = history(list(loss), 2.2)
+    assert verdict(rows).verdict == expected
+    summary = summarise(rows, **SUMMARY)
+    assert (summary["loss_spike_score"], summary["grad_spike_score"]) == (spikes / 200, 0)
 
 
 def test_batch_statistics_decide_for_batch_norm():
@@ -171,6 +189,8 @@ def test_spikes_are_compared_before_they_join_the_window():
     assert np.flatnonzero(spike_mask(values)).tolist() == [80]
     values[80] = 1.1 + 6 * 0.1 - 0.001
     assert not spike_mask(values).any()
+    skewed = np.array([0.0, 0.0, 0.0, 4.0] * 16)  # mean 1, σ √3, median 0
+    assert [spike_mask(np.append(skewed, 1 + 6 * 3**0.5 + by))[-1] for by in (-0.01, 0.01)] == [False, True]
     values[80] = np.nan
     assert np.flatnonzero(spike_mask(values)).tolist() == [80]
     assert spike_score(values) == 0.01
@@ -196,4 +216,14 @@ def test_an_overflow_of_the_loss_scale_is_no_spike():
     assert summarise(scaled, **SUMMARY)["grad_spike_score"] == 0
     assert summarise(scaled, **SUMMARY)["skipped_steps"] == 9
     both = history([math.nan] * 9 + FALLING[9:], 2.2, grad_norm=overflowed)
-    assert verdict([row | {"train/loss_scale": 1024.0} if row["step"] else row for row in both]).verdict == "unstable"
+    both = [row | {"train/loss_scale": 1024.0} if row["step"] else row for row in both]
+    assert verdict(both).verdict == "unstable"
+    assert summarise(both, **SUMMARY)["grad_spike_score"] == 9 / 200
+
+
+def test_an_overflow_does_not_shift_the_first_spike():
+    grad_norm = np.array([math.inf] * 9 + [1.0] * 191)
+    grad_norm[[100, 130, 160]] = 50
+    rows = history(FALLING, 2.2, grad_norm=list(grad_norm))
+    result = verdict([row | {"train/loss_scale": 1024.0} if row["step"] else row for row in rows])
+    assert (result.verdict, result.first_bad_step) == ("unstable", 101)

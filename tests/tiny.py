@@ -6,12 +6,12 @@ import torch
 import yaml
 
 import normexp
-from normexp import commandline, config, norms, placements
+from normexp import checkpoint, commandline, config, norms, placements
 from normexp.data import Batch
 from normexp.init import initialise
 from normexp.model import ModelConfig, Transformer
 from normexp.optim import OptimConfig
-from normexp.telemetry import METRICS, TelemetryConfig
+from normexp.telemetry import METRICS, Buffer, TelemetryConfig
 from normexp.trainer import TrainConfig, Trainer
 
 CONTEXT, VOCABULARY = 16, 11
@@ -110,3 +110,33 @@ def trainer(
         seed=seed,
         device=torch.device("cpu"),
     )
+
+
+VOLATILE = {"time", "tokens_per_second"}  # what a clock says
+
+
+def numbers(rows):
+    return [{path: value for path, value in row.items() if path not in VOLATILE} for row in rows]
+
+
+def rows_of(trainer, steps=1):
+    buffer = Buffer()
+    for _ in range(steps):
+        buffer.add(*trainer.take_step())
+    return buffer.flush()
+
+
+def same_weights(first, second):
+    first, second = first.state_dict(), second.state_dict()
+    return list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def goes_on(straight, fresh, folder, before=2, after=2):
+    """Asserts that `fresh` goes on from a checkpoint of `straight` as that one itself does, to the bit; its rows."""
+    rows_of(straight, before)
+    checkpoint.save(folder / "cut.pt", straight.state())
+    fresh.load(checkpoint.load(folder / "cut.pt"))
+    rows = numbers(rows_of(fresh, after))
+    assert rows == numbers(rows_of(straight, after))
+    assert same_weights(straight.model, fresh.model)
+    return rows
