@@ -87,6 +87,7 @@ def _train(
         folder.write_config(config.resolved)
         folder.write_summary(facts)
         model = build(config, source)
+        facts["corpus_sha256"] = source.sha256
         facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         facts["initial_weights"] = str(scheme(model))
         keep_compiled(config.results / "cache" / "inductor")

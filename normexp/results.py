@@ -233,7 +233,7 @@ def flatten(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
     for key, value in node.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
-        elif key not in ("_partial_", "_code_"):
+        elif key != "_partial_":
             yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value
 
 

@@ -112,7 +112,7 @@ class Trainer:
             for buffer, before in zip(self.moving, saved, strict=True):
                 buffer.copy_(before)
             readings.append(Reading(self.layout.paths("grad_norm"), self.layout.collect(norms)))
-        for parameter in self.layout.parameters:  # `zero_grad` takes three times as long
+        for parameter in self.layout.parameters:  # all that have one; `zero_grad` takes three times as long
             parameter.grad = None
         self.scaler.update()  # halved after an overflow, doubled after 2000 steps without one
         return self._host_values(rate), readings

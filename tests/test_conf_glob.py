@@ -20,7 +20,7 @@ DEFAULT_GROUPS = {
     for group in entry
 }
 SMALL = ["device=cpu", "model.depth=1", "model.width=16", "model.heads=2", "model.context=16", "train.batch_size=2"]
-HERE = ["data.name='{corpus}.jsonl'", "data.config=null"]  # for a dataset of the hub
+HERE = ["data.name='{corpus}.jsonl'", "data.config=null", "data.revision=null"]  # for a dataset of the hub
 GIVEN = {  # what a choice leaves to the user
     "data/text": ["data.path='{corpus}'"],
     "data/hf": HERE,

@@ -126,7 +126,7 @@ def test_tokens_and_tokeniser_are_cached_together(tmp_path, monkeypatch):
 
     first = read()
     (entry,) = (tmp_path / "cache").iterdir()
-    assert sorted(path.name for path in entry.iterdir()) == ["ids.npy", "tokenizer.json", "tokens.json"]
+    assert sorted(path.name for path in entry.iterdir()) == ["SHA256SUMS", "ids.npy", "tokenizer.json", "tokens.json"]
     assert json.loads((entry / "tokens.json").read_text())["border"] == first.train_tokens
     others = [read(vocab_size=300), read(validation=0.3)]
     assert len({entry.name, *(path.name for path in (tmp_path / "cache").iterdir())}) == 3

@@ -139,6 +139,14 @@ def test_a_damaged_text_of_the_hub_is_no_other_corpus(tmp_path, damage, monkeypa
         open_hf("owner/tiny", tmp_path / "cache")
 
 
+def test_a_file_that_the_sums_do_not_name_is_damage(tmp_path):
+    cache.store(tmp_path / "entry", {"one": lambda stream: stream.write(b"a"), "two": lambda stream: None})
+    sums = (tmp_path / "entry" / "SHA256SUMS").read_text()
+    (tmp_path / "entry" / "SHA256SUMS").write_text(sums.splitlines(keepends=True)[0])
+    with pytest.raises(UserError, match="is damaged; delete it"):
+        cache.check(tmp_path / "entry")
+
+
 def test_the_sums_are_those_that_sha256sum_checks(tmp_path):
     cache.store(tmp_path / "entry", {"one": lambda stream: stream.write(b"a"), "two": lambda stream: None})
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "entry", capture_output=True, text=True)
@@ -158,6 +166,10 @@ def test_what_a_killed_writer_left_is_cleared_and_what_a_live_one_writes_is_not(
     cache._clear(tmp_path)
     assert left.exists()  # it might be about to be locked
     os.utime(left, (0, 0))
+    (tmp_path / ".writing-without-a-lock").mkdir()
+    cache._clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".writing-without-a-lock"]
+    os.utime(tmp_path / ".writing-without-a-lock", (0, 0))
     seen = []
 
     def write(stream):
@@ -168,6 +180,5 @@ def test_what_a_killed_writer_left_is_cleared_and_what_a_live_one_writes_is_not(
 
     cache.store(tmp_path / "entry", {"text": write})
     (writing,) = seen[0]
-    assert writing != left
     assert seen[1] == {writing, tmp_path / "other"}
     assert set(tmp_path.iterdir()) == {tmp_path / "entry", tmp_path / "other"}

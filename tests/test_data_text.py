@@ -152,7 +152,7 @@ def test_what_is_no_plain_text_is_not_read_as_such(tmp_path, tokenizer):
         open_text(books / "settings.json", tmp_path / "cache", tokenizer=tokenizer)
     (books / "b.txt.GZ").write_text(PROSE)
     for path in (books, books / "b.txt.GZ"):
-        with pytest.raises(UserError, match=r"^data\.path=\S*/books/b\.txt\.GZ: is compressed; unpack it$"):
+        with pytest.raises(UserError, match=r"^data\.path=\S*/books/b\.txt\.GZ: is packed; unpack it$"):
             open_text(path, tmp_path / "cache", tokenizer=tokenizer)
 
 

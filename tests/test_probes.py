@@ -84,6 +84,16 @@ def test_a_norm_that_gives_two_outputs_is_not_taken_for_one_that_sees_ahead(my_f
     load("norm=mine", "norm._target_=moody_norms.Leaky", config_dir="my_conf")
 
 
+def test_a_gain_that_begins_at_0_hides_nothing(my_folder):
+    code = LEAKY.replace("MEAN", OVER_POSITIONS).replace("(1 + torch.rand(()))", "self.gain")
+    code = code.replace(
+        "        self.register", "        self.gain = nn.Parameter(torch.zeros(dim))\n        self.register"
+    )
+    (my_folder / "closed_norms.py").write_text(code)
+    with pytest.raises(UserError, match=r"^norm=mine: its training output changes with later"):
+        load("norm=mine", "norm._target_=closed_norms.Leaky", config_dir="my_conf")
+
+
 BLOCK = """
 from normexp.placements import Block
 
@@ -140,6 +150,68 @@ def test_a_placement_of_the_users_own_that_cannot_be_one_is_refused_before_the_r
     (told,) = capfd.readouterr().err.splitlines()
     assert told.startswith(f"error: placement=mine: {line}")
     assert {path for path in my_folder.iterdir() if path.name != "__pycache__"} == before
+
+
+ALONE = "return x + self.mlp(x, mask, self.norm)"
+
+
+@pytest.mark.parametrize(
+    ("mixing", "declared", "norm", "refused"),
+    [
+        ("x.mean(1, keepdim=True)", "", "ln", True),
+        ("self.gate * x.roll(-1, 1)", "", "ln", True),
+        ("x.mean(1, keepdim=True)", "causal = False", "ln", False),
+        ("x.cumsum(1)", "", "ln", False),
+        ("x.mean(-1, keepdim=True)", "", "bn", False),  # the norm says it itself
+    ],
+)
+def test_a_placement_of_the_users_own_that_mixes_positions_says_so(my_folder, request, mixing, declared, norm, refused):
+    module = "mixing_" + "_".join(map(str, request.node.callspec.indices.values()))
+    code = BLOCK.replace(ALONE, f"{ALONE} + {mixing}").replace(
+        "final_norm = True", f"final_norm = True\n    {declared}"
+    )
+    code += """
+    def __init__(self, **given):
+        super().__init__(**given)
+        import torch
+        self.gate = torch.nn.Parameter(torch.zeros(()))
+"""
+    (my_folder / f"{module}.py").write_text(code)
+    given = (f"norm={norm}", "placement=mine", f"placement._target_={module}.MyBlock", "model.mlp=gelu")
+    if refused:
+        with pytest.raises(UserError, match=r"^placement=mine: a token's logits change with later tokens"):
+            load(*given, config_dir="my_conf")
+    else:
+        load(*given, config_dir="my_conf")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("x = x + self.attn", "if self.layer % 3 == 2: x = x + self.attn", ""),
+        ("x = x + self.attn", "if 0 < self.layer < self.depth - 1: x = x + self.attn", ""),
+        ('self.norm["attn_in"]', 'self.norm["attn_in" if self.layer != 2 else "attn"]', "KeyError: 'attn'"),
+    ],
+)
+def test_every_block_of_a_placement_is_tried(my_folder, request, old, new, fault):
+    module = f"by_depth_{request.node.callspec.indices['old']}"
+    (my_folder / f"{module}.py").write_text(BLOCK.replace(old, new))
+    given = ("placement=mine", f"placement._target_={module}.MyBlock", "model.depth=6")
+    if fault:
+        with pytest.raises(UserError, match=f"^placement=mine: cannot be called .{fault}"):
+            load(*given, config_dir="my_conf")
+    else:
+        load(*given, config_dir="my_conf")
+
+
+def test_a_placement_is_tried_once_for_all_cells_that_share_it(my_folder, monkeypatch):
+    (my_folder / "tried.py").write_text(BLOCK)
+    tried, attempt = [], probes._try
+    monkeypatch.setattr(probes, "_try", lambda *given: tried.append(None) or attempt(*given))
+    given = ("placement=mine", "placement._target_=tried.MyBlock")
+    for other in ("seed=0", "seed=1", "optim.lr=1e-2", "model.depth=3", "norm=rms", "seed=2"):
+        load(*given, other, config_dir="my_conf")
+    assert len(tried) == 3
 
 
 def test_a_placement_of_the_users_own_may_differ_by_block(my_folder):

@@ -137,6 +137,21 @@ def test_a_report_tells_recipes_apart_by_their_name(tmp_path):
     assert cells == [("gpt2", 4.0), ("llama", 2.0), ("llama", 3.0), (None, 4.0)]
 
 
+def test_a_report_tells_texts_apart_that_no_field_does(tmp_path):
+    """A file that has changed between two seeds, or the user's own module, is another cell, and no twin."""
+    for folder, told in (("text", "corpus"), ("code", "norm._code_")):
+        for seed, version in ((0, "a"), (1, "b"), (0, "b")):
+            node = fake_runs.config("ln", "pre", 6, 0, seed, data__path="c.txt")
+            node["results"] = version  # another folder of what is otherwise one run
+            node["norm"] |= {"_code_": version} if folder == "code" else {}
+            known = {"corpus_sha256": version * 64} if folder == "text" else {}
+            fake_runs.write_run(tmp_path / folder / "runs", node, **known)
+        found = study.study(results.read(results.locate(tmp_path / folder), results.re.compile("")))
+        assert found.factors[len(study.NAMED) :] == (told,)
+        assert [len(rows) for _, rows in found.cells()] == [1, 2]
+        assert not found.twins
+
+
 def test_a_report_tells_corpora_apart_by_their_name(tmp_path):
     """A field that all have is told where it differs, one of one corpus's own where it differs within that corpus."""
     corpora = [("kjv", {}, "characters"), ("hf", {"name": "a", "split": "train"}, "bpe")]

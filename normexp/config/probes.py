@@ -1,5 +1,6 @@
 """A user's own norm or placement, called on a few tokens: what would fail in the middle of a run, or mislead."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ ROUNDING = 1e-4  # of the largest output: beyond any reordering of float32 sums 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Inside, operations need not be deterministic, as an earlier cell in this process may have asked; afterwards the
-    random numbers are as they were."""
+    random numbers of torch are as they were."""
     strict = torch.are_deterministic_algorithms_enabled()
     if strict:
         torch.use_deterministic_algorithms(False)
@@ -49,6 +50,7 @@ def _call(make: Callable[[int], Any], name: str, x: Tensor, device: torch.device
     try:
         with undisturbed(device):
             made = make(x.shape[-1]).to(device)
+            awaken(made)
             y = made(x.to(device), torch.ones(x.shape[:2], dtype=torch.bool, device=device))
         fault = "" if isinstance(made, nn.Module) and y.shape == x.shape else f"returns {show(getattr(y, 'shape', y))}"
     except Exception as error:
@@ -67,36 +69,69 @@ def sees_later_tokens(make: Callable[[int], Any], name: str, width: int, length:
     x, other = torch.randn(2, 2, length, width, generator=generator)
     moved = torch.cat([x[:, :-1], 10 * other[:, -1:] + 1], dim=1)
     y, again, changed = (_call(make, name, values, device)[:, :-1].float() for values in (x, x, moved))
-
-    def apart(one: Tensor) -> bool:
-        return bool(((one - y).abs() > ROUNDING * y.abs().max()).any()) if y.numel() else False
-
-    return apart(changed) and not apart(again)
+    return apart(y, changed) and not apart(y, again)
 
 
 def placement(config: Config) -> None:
-    """Refuses a placement whose first and last block cannot be built and called, or leave a norm of theirs out."""
-    device, name, called = config.device, config.cell["placement"], set()
-    model = replace(config.model, depth=min(config.model.depth, 2), context=min(config.model.context, LENGTH))
+    """Refuses a placement that cannot be built and called, leaves a norm of its blocks out, or sees later tokens."""
+    key = json.dumps([config.resolved[group] for group in ("norm", "placement", "model")], sort_keys=True, default=str)
+    if key not in _sound:
+        _try(config, config.cell["placement"])
+        _sound.add(key)
+
+
+_sound: set[str] = set()  # that have been tried: a sweep composes each of them many times
+
+
+def _try(config: Config, name: str) -> None:
+    model = replace(config.model, context=min(config.model.context, LENGTH), dropout=0.0, quant="none")
+    called: set[str] = set()
     stage = "built"
     try:
-        with undisturbed(device), torch.no_grad():
-            built = Transformer(model, 2, norm=config.norm, placement=config.placement).to(device)
+        with undisturbed(config.device), torch.no_grad():
+            built = Transformer(model, 2, norm=config.norm, placement=config.placement).to(config.device)
             blocks: Any = built.blocks
-            sites = {site for block in blocks for site in block.norm}
-            for site, made in ((site, made) for block in blocks for site, made in block.norm.items()):
+            sites = [(site, made) for block in blocks for site, made in block.norm.items()]
+            for site, made in sites:
                 made.register_forward_hook(lambda *_, site=site: called.add(site))
             stage = "called"
-            shape = 2, model.context
-            tokens = torch.zeros(shape, dtype=torch.long, device=device)
-            built(tokens, torch.ones(shape, dtype=torch.bool, device=device))
+            ahead = _looks_ahead(built, model.context, config.device)
     except Exception as error:
         raise UserError(
             f"placement={name}: cannot be {stage} ({type(error).__name__}: {error}); it must be a Block with `sites` "
             "for its norms, `final_norm`, and a `forward` that takes and gives the stream (B, T, C)"
         ) from error
-    for site in sorted(sites - called):
+    for site in sorted({site for site, _ in sites} - called):
         raise UserError(
             f"placement={name}: no block calls its norm at {site}; call it, or give one of the names inside "
             f"a sublayer ({', '.join(INSIDE)}) and hand `self.norm` on to that sublayer"
         )
+    if ahead:
+        raise UserError(
+            f"placement={name}: a token's logits change with later tokens, so that the loss sees what it predicts; let "
+            "`forward` mix no positions but by the attention, or write `causal = False` in its class"
+        )
+
+
+def _looks_ahead(model: nn.Module, length: int, device: torch.device) -> bool:
+    """Whether another last token changes logits before it, though no module says so."""
+    tokens = torch.zeros(2, length, dtype=torch.long, device=device)
+    moved = tokens.clone()
+    moved[:, -1] = 1
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    awaken(model)
+    y, again, changed = (model(given, mask)[:, :-1].float() for given in (tokens, tokens, moved))
+    causal = all(getattr(module, "causal", True) for module in model.modules())
+    return causal and apart(y, changed) and not apart(y, again)
+
+
+@torch.no_grad()
+def awaken(module: nn.Module) -> None:
+    """A parameter that begins at 0 hides what it scales: it becomes 1."""
+    for parameter in module.parameters():
+        if not parameter.any():
+            parameter.fill_(1)
+
+
+def apart(y: Tensor, other: Tensor) -> bool:
+    return bool(((other - y).abs() > ROUNDING * y.abs().max()).any()) if y.numel() else False

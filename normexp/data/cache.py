@@ -1,4 +1,4 @@
-"""What is made of a text once: folders of files, each there whole or not at all, and checked at every use."""
+"""What is made of a text once: folders of files, each there whole or not at all, and checked whenever it is opened."""
 
 import fcntl
 import hashlib
@@ -18,7 +18,8 @@ Write = Callable[[IO[bytes]], object]
 SUMS = "SHA256SUMS"  # of the other files, as `sha256sum -c` reads them
 UNFINISHED = ".writing-"  # begins the name of a folder that is being written, or was when a kill came
 LOCK = "lock"  # in it: held by its writer
-YOUNG = 60.0  # seconds, in which a writer has made the folder and its lock
+YOUNG = 60.0  # seconds in which a writer has made the folder and its lock
+OLD = 86_400.0  # seconds after which nobody writes in a folder without a lock
 
 
 def store(entry: Path, files: Mapping[str, Write]) -> None:
@@ -39,7 +40,7 @@ def store(entry: Path, files: Mapping[str, Write]) -> None:
             _write(finished / SUMS, lambda stream: stream.write(sums.encode()))
             finished.rename(entry)
     except OSError as error:
-        if not entry.is_dir():  # else the other process was first, with the same files
+        if not entry.is_dir():  # else the other process was first
             raise UserError(f"results: cannot write the cache {entry} ({error.strerror})") from None
 
 
@@ -47,7 +48,10 @@ def check(entry: Path) -> None:
     """UserError where a file is no longer what was stored."""
     try:
         sums = [line.split("  ", 1) for line in (entry / SUMS).read_text().splitlines()]
-        whole = bool(sums) and all(_sha256(entry / name) == sha256 for sha256, name in sums)
+        there = {SUMS, *(name for _, name in sums)} == {path.name for path in entry.iterdir()}
+        whole = there and all(_sha256(entry / name) == sha256 for sha256, name in sums)
+    except PermissionError as error:
+        raise UserError(f"results: the cache {entry} cannot be read ({error.strerror})") from None
     except (OSError, ValueError):
         whole = False
     if not whole:
@@ -69,7 +73,17 @@ def _sha256(path: Path) -> str:
 def _clear(folder: Path) -> None:
     """Removes what killed processes left unfinished."""
     for left in folder.glob(f"{UNFINISHED}*"):
+        if not (left / LOCK).exists() and _age(left) > OLD:
+            shutil.rmtree(left, ignore_errors=True)
         with suppress(OSError), (left / LOCK).open("rb+") as lock:  # of another user; of one who has just ended
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - left.stat().st_mtime > YOUNG:
+            if _age(left) > YOUNG:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _age(folder: Path) -> float:
+    """Seconds since something was last made in it; 0 where it is gone."""
+    try:
+        return time.time() - folder.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -16,7 +16,7 @@ LINE = "\n"
 
 CHUNK = 1 << 20  # bytes read at once
 ROWS = 1024  # of a parquet file, likewise
-COMPRESSED = {".7z", ".bz2", ".gz", ".lz4", ".xz", ".zip", ".zst"}
+PACKED = {".7z", ".bz2", ".gz", ".lz4", ".tar", ".tgz", ".xz", ".zip", ".zst"}
 
 
 def find(path: str, cache: Path) -> list[Path]:
@@ -36,10 +36,10 @@ def find(path: str, cache: Path) -> list[Path]:
 
 
 def _refuse_other_kind(file: Path, name: str, alone: bool) -> None:
-    """What would be read as plain text and is none: compressed files, and a corpus of JSON; that in a folder of other
+    """What would be read as plain text and is none: packed files, and a corpus of JSON; that in a folder of other
     files may be text like theirs."""
-    if file.suffix.lower() in COMPRESSED:
-        raise UserError(f"{name}: is compressed; unpack it")
+    if file.suffix.lower() in PACKED:
+        raise UserError(f"{name}: is packed; unpack it")
     if alone and file.suffix.lower() == ".json":
         raise UserError(f"{name}: is JSON; call it .jsonl if each line is a record, or give data=hf data.name={file}")
 

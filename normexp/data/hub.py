@@ -111,14 +111,14 @@ def _hubs(library: Any, wanted: Wanted, offline: bool) -> Any:
 
 def _locals(library: Any, wanted: Wanted, path: Path, scratch: str) -> Any:
     if wanted.revision is not None:
-        raise UserError(f"data.revision={wanted.revision}: local files have no revisions; leave it out")
+        raise UserError(f"data.revision={wanted.revision}: local files have no revisions; give null")
     if os.path.isdir(path):
         kinds = {kind for file in Path(path).rglob("*") if (kind := KINDS.get(file.suffix.lower()))}
         if len(kinds) > 1:  # `datasets` would leave one out
             raise UserError(f"data.name={wanted.name}: holds both parquet and jsonl; give a glob of one of them")
         return library.load_dataset_builder(str(path), wanted.config, cache_dir=scratch)
     if wanted.config is not None:
-        raise UserError(f"data.config={wanted.config}: only a folder or a dataset on the hub has one; leave it out")
+        raise UserError(f"data.config={wanted.config}: only a folder or a dataset on the hub has one; give null")
     files = sorted(glob.glob(str(path), recursive=True))
     kinds = {KINDS.get(Path(file).suffix.lower(), "") for file in files}
     if len(kinds) != 1 or "" in kinds:

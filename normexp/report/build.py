@@ -44,8 +44,8 @@ def build(path: Path, out: Path, command: str) -> Built:
     made = tables(cells)
     _refuse_others(out)
     out.mkdir(parents=True, exist_ok=True)
-    _remove_earlier(out)
     (out / "REPORT.md").write_text(f"Being written, or broken off.\n\n{document.SIGN}\n", encoding="utf-8")
+    _remove_earlier(out)
     _write_tables(made, out / "tables")
     if len(runs.table):
         results.write_parquet(runs.table, out / "tables" / "runs.parquet")
@@ -72,7 +72,8 @@ def _refuse_others(out: Path) -> None:
 def _remove_earlier(out: Path) -> None:
     """An earlier report's files: a figure that this one does not draw would stand beside it as if it belonged to it."""
     for file in _earlier(out):
-        file.unlink()
+        if file != out / "REPORT.md":  # which says whose the others are, should this be broken off
+            file.unlink()
 
 
 def _earlier(out: Path) -> list[Path]:

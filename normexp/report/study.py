@@ -2,8 +2,8 @@
 
 Six factors have short names and are always told (norm, placement, depth, warmup_steps, lr, init); any further field
 that varies among the runs is a factor too, under its name on the command line, so that seeds are never pooled over it.
-Where recipes or corpora vary, the recipe or the corpus is a factor in the place of the fields that tell one from
-another.
+Where recipes or corpora vary, the choice of it is a factor in the place of the fields that tell one from another; texts
+of one choice that no field tells apart are told by their hash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMED = tuple(name for name in FACTORS if name != "seed")
 # What of a config can change a number; `telemetry` and `tracker` only watch.
 NUMERIC_FIELDS = re.compile(r"(norm|placement|model|data|optim|train)\..+")
 CHOICES = {"cell.recipe": "recipe", "cell.data": "data"}  # factors as well, where they vary
-DATA = ("data._target_", "data.name")  # of every corpus on the hub, each its own
+CORPUS = ("data._target_", "data.name", "data.path")  # what differs between corpora by nature
 # What a reader wants to know of the fields that do not vary.
 TOLD = ("train.steps", "train.batch_size", "train.grad_accum", "model.context", "model.width", "optim.name")
 
@@ -65,18 +65,32 @@ class Study:
 
 
 def study(runs: Runs) -> Study:
-    table = runs.table.rename(columns=CHOICES)
+    table = _with_corpus(runs.table.rename(columns=CHOICES))
     finished = (
         table[table["status"] == "finished"] if len(table) else pd.DataFrame(columns=["run_id", "written", *FACTORS])
     )
     fields = [name for name in finished.columns if NUMERIC_FIELDS.fullmatch(name) and name not in FACTORS.values()]
     choices = [name for name in CHOICES.values() if name in finished and len(levels(finished, name)) > 1]
     factors = (*NAMED, *choices, *(name for name in fields if _is_factor(finished, name, choices)))
+    factors += ("corpus",) if _unnamed_corpora(finished, factors) else ()
     finished, twins = _without_twins(finished, [*factors, "seed"])
     varying = tuple(name for name in factors if len(levels(finished, name)) > 1)
     told = [name for name in (*NAMED, *TOLD) if name in finished.columns and name not in varying]
     fixed = {name: finished[name].iloc[0] for name in told if len(finished)}
     return Study(runs, finished, factors, varying, fixed, twins)
+
+
+def _with_corpus(table: Frame) -> Frame:
+    """With the first digits of the text's hash, where runs have told it."""
+    known = table.get("corpus_sha256")
+    return table if known is None else table.assign(corpus=known.str[:8])
+
+
+def _unnamed_corpora(table: Frame, factors: tuple[str, ...]) -> bool:
+    """Whether runs that no factor of their data tells apart were of several texts, as where a file has changed."""
+    by = [name for name in factors if name == "data" or name.startswith("data.")]
+    parts = [part for _, part in table.groupby(by, dropna=False)] if by else [table]
+    return "corpus" in table and any(part["corpus"].nunique() > 1 for part in parts)
 
 
 def _without_twins(table: Frame, key: list[str]) -> tuple[Frame, tuple[tuple[str, str], ...]]:
@@ -95,7 +109,7 @@ def _is_factor(table: Frame, name: str, choices: list[str]) -> bool:
     """A norm's own field differs between norms by nature, a corpus's own between corpora, and many differ between
     recipes: they are factors only if they differ within one norm, one corpus, one recipe."""
     group = name.partition(".")[0]
-    own = group in ("norm", "placement") or (group == "data" and (name in DATA or bool(table[name].isna().any())))
+    own = group in ("norm", "placement") or (group == "data" and (name in CORPUS or bool(table[name].isna().any())))
     by = [*([group] if own and group in table else []), *(choice for choice in choices if choice == "recipe")]
     parts = [part for _, part in table.groupby(by, dropna=False)] if by else [table]
     return any(len(levels(part, name)) > 1 for part in parts)

@@ -36,7 +36,7 @@ class Jsonl:
                 yield json.loads(line)
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Appends the rows, in one piece. A number that is not finite becomes null, its path is listed in `nonfinite`.
+        """Appends the rows. A number that is not finite becomes null, its path is listed in `nonfinite`.
         OSError if they cannot be written; the file is then as it was."""
         lines, step = [], self.last_step
         for row in rows:
@@ -53,7 +53,7 @@ class Jsonl:
         self._size, self.last_step = self._size + len(data), step
 
     def sync(self) -> None:
-        """Has all rows on the disk: those that a kill cannot harm, a loss of power now cannot either."""
+        """All rows are on the disk afterwards: without it they survive a kill, but no loss of power."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
