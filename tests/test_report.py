@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,24 @@ def test_a_report_that_was_broken_off_is_made_anew(tmp_path, monkeypatch):
     assert "broken off" in (tmp_path / "out" / "REPORT.md").read_text()
     assert main(command) == 0
     assert "broken off" not in (tmp_path / "out" / "REPORT.md").read_text()
+
+
+def test_a_report_whose_clearing_was_broken_off_is_made_anew(tmp_path, monkeypatch):
+    fake_runs.write_run(tmp_path / "one", fake_runs.config("rms", "pre", 6, 0, 0))
+    command, gone, unlink = [str(tmp_path / "one"), "--out", str(tmp_path / "out")], [], Path.unlink
+    assert main(command) == 0
+
+    def third_fails(path):
+        gone.append(path)
+        if len(gone) == 3:
+            sys.exit(130)
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", third_fails)
+        with pytest.raises(SystemExit):
+            main(command)
+    assert main(command) == 0
 
 
 def files_of(folder):
