@@ -99,7 +99,7 @@ def suggest(name: str, options: Iterable[str]) -> str:
     """The options nearest to a mistyped `name` as the end of a sentence: " (did you mean rms?)", or all of a few."""
     options = sorted(set(options))
     near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-    if not near and len(options) <= 12:
+    if not near and len(options) <= 24:
         return f" (there are: {', '.join(options)})" if options else ""
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 

@@ -119,7 +119,8 @@ def table(records: Sequence[Mapping[str, Any]], width: int | None) -> str:
         lines.append("loss: by running / by batch statistics, which decide the verdict")
     for own, record in zip(cells, records, strict=True):
         if record["error"]:
-            lines.append(f"{' '.join(own) or ALIKE}: {' '.join(record['error'].split())}")
+            name, error = " ".join(own) or ALIKE, " ".join(record["error"].split())
+            lines.append(error if error.startswith(f"{name}:") else f"{name}: {error}")
     counts = Counter(record["verdict"] or record["status"] for record in records)
     return "\n".join([*lines, ", ".join(f"{count} {what}" for what, count in counts.most_common())])
 

@@ -1,6 +1,6 @@
 """What a training step costs beside what it must: ratios, each of two things measured in turn in this process.
 
-    python scripts/bench_train.py [--steps 400] [--out results/bench]
+    python scripts/bench_train.py [--steps 800] [--out results/bench]
 
 Prints two tables and writes `train.json`: ratios, each the median over pairs of blocks of steps, one of each side; and
 where the time of a step goes, part by part. Run it on an idle machine.
@@ -169,7 +169,7 @@ def timed(command: list[str], reached: Callable[[], bool] | None) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--out", type=Path, default=Path("results/bench"))
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

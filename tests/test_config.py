@@ -112,6 +112,11 @@ def test_spelling_and_the_name_of_a_choice_do_not_change_a_run():
 
 REFUSED = [
     ("norm=rsm", "norm=rsm: there is no such choice (did you mean rms or prms?)"),
+    ("norm=foo", "norm=foo: there is no such choice (there are: bn, derf, dyt, ln, none, power, prms, rbn, rms, rms_"),
+    (
+        "placement=foo",
+        "placement=foo: there is no such choice (there are: admin, admin_fixed, b2t, deepnorm, hybrid, hyb",
+    ),
     ("plcement=pre", "plcement=pre: there is no such field (did you mean placement"),
     ("+placment=pre", "placment=pre: there is no such field (did you mean placement?)"),
     ("norm.epss=1e-6", "norm.epss=1e-6: the chosen norm has no such field (did you mean norm.eps"),

@@ -48,6 +48,22 @@ def test_a_sweep_gets_every_file(tmp_path, capsys):
     assert "python -m normexp.train -m +sweep=small" in report
 
 
+def test_cells_with_other_data_have_their_curves_and_no_comparison(tmp_path):
+    """A field that one corpus lacks, a number among them, is no axis; losses over other tokens have no difference."""
+    for seed in (0, 1):
+        fake_runs.write_run(tmp_path / "runs", fake_runs.config("ln", "pre", 6, 0, seed))
+        for share in (0.1, 0.2):
+            node = fake_runs.config("ln", "pre", 6, 0, seed, data__validation=share, data__tokenizer="bytes")
+            node["data"]["_target_"], node["cell"]["data"] = "normexp.data.text", "text"
+            fake_runs.write_run(tmp_path / "runs", node)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    report = (tmp_path / "out" / "REPORT.md").read_text()
+    assert "- **varied**: data: kjv, text; data.tokenizer: bytes, characters; data.validation: 0.1, 0.2, –\n" in report
+    assert not (tmp_path / "out" / "tables" / "comparisons.csv").exists()
+    figures = {path.name.partition("-")[0] for path in (tmp_path / "out" / "figures").glob("*.png")}
+    assert figures == {"phase_diagram", "loss_curves", "gradient_heatmap", "gradient_profile"}
+
+
 def test_out_is_written_and_path_is_left_alone(tmp_path):
     folder = fake_runs.write_run(tmp_path / "runs", fake_runs.config("rms", "pre", 6, 0, 0))
     before = sorted(folder.iterdir())

@@ -84,7 +84,7 @@ def test_the_list_is_read_from_the_run_folders(tmp_path):
     assert lines[0].split() == ["cell", "status", "verdict", "loss", "run"]
     assert lines[1].split() == ["norm=ln", "failed", "-", "-", "ln-pre"]
     assert lines[3].split() == ["norm=bn", "refused", "-", "-", "-"]
-    assert lines[4:] == ["norm=ln: ValueError: no", "norm=bn: norm=bn: no", "1 failed, 1 not run, 1 refused"]
+    assert lines[4:] == ["norm=ln: ValueError: no", "norm=bn: no", "1 failed, 1 not run, 1 refused"]
 
 
 def record(*overrides: str, **facts) -> dict:

@@ -51,7 +51,7 @@ def _call(make: Callable[[int], Any], name: str, x: Tensor, device: torch.device
         with undisturbed(device):
             made = make(x.shape[-1]).to(device)
             awaken(made)
-            y = made(x.to(device), torch.ones(x.shape[:2], dtype=torch.bool, device=device))
+            y = made(x.to(device, copy=True), torch.ones(x.shape[:2], dtype=torch.bool, device=device))
         fault = "" if isinstance(made, nn.Module) and y.shape == x.shape else f"returns {show(getattr(y, 'shape', y))}"
     except Exception as error:
         fault = f"fails ({type(error).__name__}: {error})"

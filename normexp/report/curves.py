@@ -90,7 +90,9 @@ def loss_against(study: Study, factor: str, name: str, title: str, axis: str) ->
     for grid in grids(study, ("placement",), "norm", factor):
         styles = line_styles(study.levels("norm"))
         entropy, ceiling = _entropy(grid.part), math.log(float(grid.part["vocab_size"].iloc[0]))
-        at = levels(grid.part, factor)
+        at = [level for level in levels(grid.part, factor) if level is not None]
+        if not at:  # a field that these cells lack
+            continue
         logarithmic = at[0] > 0 and at[-1] / at[0] >= 8
         layout = Layout(
             title=title,
@@ -114,6 +116,7 @@ def loss_against(study: Study, factor: str, name: str, title: str, axis: str) ->
 
 def _against(axes: Axes, cell: Frame, factor: str, ceiling: float, style: LineStyle) -> None:
     color, dash, marker = style
+    cell = cell[cell[factor].notna()]
     diverged = (cell["verdict"] == "diverged").to_numpy()
     loss = np.minimum(np.where(diverged, np.inf, losses(cell)), ceiling)
     x = cell[factor].to_numpy(dtype=float)

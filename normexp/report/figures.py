@@ -12,7 +12,7 @@ from normexp.report.curves import loss_against, loss_curves
 from normexp.report.figure import Drawing, Missing
 from normexp.report.gradients import gradient_figures
 from normexp.report.phase import phase_diagrams
-from normexp.report.study import NAMED, Study, is_number
+from normexp.report.study import NAMED, Study, is_number, is_of_data
 
 MOST_FILES = 12  # of one kind: beyond it nobody looks
 
@@ -42,7 +42,8 @@ def figures(study: Study) -> Iterator[Drawing | Missing]:
     if study.finished.empty:
         yield Missing("all figures", "no run is finished")
         return
-    numbers = [factor for factor in study.varying if factor not in NAMED and is_number(study.levels(factor))]
+    others = [factor for factor in study.varying if factor not in NAMED and not is_of_data(factor)]
+    numbers = [factor for factor in others if is_number(study.levels(factor))]
     yield from chain(
         phase_diagrams(study),
         loss_curves(study),

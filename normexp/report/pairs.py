@@ -8,7 +8,19 @@ from itertools import combinations
 
 from normexp import stats
 from normexp.report.formats import Column, Table, Value
-from normexp.report.study import Frame, Study, Values, describe, factor_text, is_number, learned, losses, split, text
+from normexp.report.study import (
+    Frame,
+    Study,
+    Values,
+    describe,
+    factor_text,
+    is_number,
+    is_of_data,
+    learned,
+    losses,
+    split,
+    text,
+)
 
 
 def comparisons(study: Study) -> Table:
@@ -31,6 +43,8 @@ def comparisons(study: Study) -> Table:
         f"some seeds only and at least {stats.SMALLEST_WILCOXON} pairs exist; with fewer the t interval of such a cell "
         "is rough, and says so."
     )
+    if any(is_of_data(factor) for factor in study.varying):
+        note += " Cells with other data are not compared: nats per token of one text are not those of another."
     return Table("comparisons", "Paired differences", note, columns, rows)
 
 
@@ -41,7 +55,8 @@ Cell = tuple[Values, Frame]
 def _things(study: Study) -> list[tuple[str, ...]]:
     """A norm with its own fields is one thing, and so is a placement; any other factor stands alone."""
     own = {group: tuple(f for f in study.factors if f.startswith(f"{group}.")) for group in ("norm", "placement")}
-    alone = [(factor,) for factor in study.factors if factor not in own and factor not in sum(own.values(), ())]
+    within = {*own, *sum(own.values(), ())}
+    alone = [(factor,) for factor in study.factors if factor not in within and not is_of_data(factor)]
     things = [*((group, *fields) for group, fields in own.items()), *alone]
     return [thing for thing in things if any(_is_unordered(study, factor) for factor in thing)]
 

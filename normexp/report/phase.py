@@ -13,7 +13,8 @@ from normexp.report.marks import Segment, tile_axes, tile_text, verdict_tile
 from normexp.report.palette import VERDICTS, shade
 from normexp.report.study import Frame, Study, Values, at, learned, levels, losses, missing, split, text, verdict_counts
 
-TILE = (0.9, 0.56)  # inches
+TILE = (0.9, 0.56)  # inches, at least
+LONGEST = 24  # characters of a label
 NAMES = {"warmup_steps": "warmup", "lr": "learning rate"}
 UNITS = {"warmup_steps": "warmup (steps)", "depth": "depth (blocks)", "lr": "learning rate"}
 HOW = (
@@ -79,7 +80,7 @@ def _diagrams(study: Study, up: str, across: str) -> Iterator[Drawing]:
             left=_left(ups),
             stretch=False,
         )
-        sheet = Sheet(layout, (TILE[0] * len(acrosses), TILE[1] * len(ups)))
+        sheet = Sheet(layout, (_width(acrosses) * len(acrosses), TILE[1] * len(ups)))
         for axes, norm, placement in sheet.panels(norms, placements):
             cells = part[(part["norm"] == norm) & (part["placement"] == placement)]
             _tiles(axes, cells, (across, acrosses), (up, ups), scale)
@@ -102,7 +103,7 @@ def _norms_by_placement(study: Study) -> Drawing:
         left=_left(norms),
         stretch=False,
     )
-    sheet = Sheet(layout, (1.1 * len(placements), TILE[1] * len(norms)))
+    sheet = Sheet(layout, (_width(placements) * len(placements), TILE[1] * len(norms)))
     scale = Scale.of(study.finished)
     _tiles(sheet.axes[0][0], study.finished, ("placement", placements), ("norm", norms), scale)
     _loss_scale(sheet, scale, study.finished)
@@ -111,7 +112,18 @@ def _norms_by_placement(study: Study) -> Drawing:
 
 def _left(values: list[object]) -> float:
     """Inches for tick labels that are names."""
-    return max(LEFT, 0.75 + max(text_width(text(value)) for value in values))
+    return max(LEFT, 0.75 + max(text_width(_label(value)) for value in values))
+
+
+def _width(values: list[object]) -> float:
+    """Inches of a tile, whose label stands below it."""
+    return max(TILE[0], 0.2 + max(text_width(_label(value)) for value in values))
+
+
+def _label(value: object) -> str:
+    """The end of a long one, such as a path."""
+    label = text(value)
+    return label if len(label) <= LONGEST else f"…{label[1 - LONGEST :]}"
 
 
 def _subtitle(study: Study, values: Values, part: Frame) -> str:
@@ -130,7 +142,7 @@ def _loss_scale(sheet: Sheet, scale: Scale, part: Frame) -> None:
 
 
 def _tiles(axes: Axes, cells: Frame, x: Axis, y: Axis, scale: Scale) -> None:
-    tile_axes(axes, [text(value) for value in x[1]], [text(value) for value in y[1]])
+    tile_axes(axes, [_label(value) for value in x[1]], [_label(value) for value in y[1]])
     for column, x_value in enumerate(x[1]):
         for row, y_value in enumerate(y[1]):
             _tile(axes, column, row, at(cells, {x[0]: x_value, y[0]: y_value}), scale)

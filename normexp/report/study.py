@@ -128,6 +128,12 @@ def is_number(values: list[Any]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
 
 
+def is_of_data(factor: str) -> bool:
+    """The text, its tokens, its part for validation, or how it is cut into rows: nats per token of one are not those of
+    another."""
+    return factor in ("data", "corpus") or factor.startswith("data.")
+
+
 def missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
