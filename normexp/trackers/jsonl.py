@@ -16,7 +16,7 @@ class Jsonl:
     """The metrics file of a run: one strict JSON object per line, steps strictly rising.
 
     Opening keeps the rows up to `last_step` (-1: none) and drops later ones and a torn last line. UserError names a
-    damaged line before them. `last_step` is then the step of the last row that was kept, -1 without one.
+    damaged line before them, or one that does not follow on the step before it. `last_step` is then the step of the last row that was kept, -1 without one.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -98,7 +98,7 @@ def _intact_part(path: Path, last_step: int) -> tuple[int, int]:
             found = _step_of(line)
             if step == last_step or (found is not None and found > last_step):
                 break
-            if found is None or found <= step:
+            if found != step + 1:
                 if found is None and not stream.read(1):
                     break  # the last line: a kill tore it
                 raise UserError(f"{path} line {number}: is damaged; repair it, or delete {path.parent} to begin anew")
