@@ -98,7 +98,9 @@ def test_a_torn_last_line_is_dropped(tmp_path, torn):
     assert steps(path) == list(range(10))
 
 
-@pytest.mark.parametrize("damage", ['{"step": 2, "tr', "\0\0", '["step"]', '{"step": "2"}', '{"step": 1}', '{"step": 3}'])
+@pytest.mark.parametrize(
+    "damage", ['{"step": 2, "tr', "\0\0", '["step"]', '{"step": "2"}', '{"step": 1}', '{"step": 3}']
+)
 def test_a_damaged_middle_line_is_named(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join([json.dumps(row(0)), json.dumps(row(1)), damage, json.dumps(row(3))]) + "\n")

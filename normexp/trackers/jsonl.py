@@ -16,7 +16,8 @@ class Jsonl:
     """The metrics file of a run: one strict JSON object per line, steps strictly rising.
 
     Opening keeps the rows up to `last_step` (-1: none) and drops later ones and a torn last line. UserError names a
-    damaged line before them, or one that does not follow on the step before it. `last_step` is then the step of the last row that was kept, -1 without one.
+    line before them that is damaged or does not follow on the step before it. `last_step` is then the step of the last
+    row that was kept, -1 without one.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
