@@ -81,7 +81,9 @@ def test_the_probe_finds_what_our_own_norms_declare(name):
 def test_a_norm_that_gives_two_outputs_is_not_taken_for_one_that_sees_ahead(my_folder):
     code = LEAKY.replace("torch.rand(())", "__import__('random').random()").replace("MEAN", "mean(-1, keepdim=True)")
     (my_folder / "moody_norms.py").write_text(code)
-    load("norm=mine", "norm._target_=moody_norms.Leaky", config_dir="my_conf")
+    made = load("norm=mine", "norm._target_=moody_norms.Leaky", config_dir="my_conf").norm
+    x = torch.ones(1, 2, 4)
+    assert not torch.equal(made(4)(x), made(4)(x))
 
 
 def test_a_gain_that_begins_at_0_hides_nothing(my_folder):

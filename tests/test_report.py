@@ -64,6 +64,14 @@ def test_cells_with_other_data_have_their_curves_and_no_comparison(tmp_path):
     assert figures == {"phase_diagram", "loss_curves", "gradient_heatmap", "gradient_profile"}
 
 
+def test_a_number_that_one_norm_lacks_is_an_axis_of_the_others(tmp_path):
+    fake_runs.write_run(tmp_path / "runs", fake_runs.config("ln", "pre", 6, 0, 0))
+    for momentum in (0.1, 0.2):
+        fake_runs.write_run(tmp_path / "runs", fake_runs.config("bn", "pre", 6, 0, 0, norm__momentum=momentum))
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "figures" / "loss_norm_momentum.png").is_file()
+
+
 def test_out_is_written_and_path_is_left_alone(tmp_path):
     folder = fake_runs.write_run(tmp_path / "runs", fake_runs.config("rms", "pre", 6, 0, 0))
     before = sorted(folder.iterdir())

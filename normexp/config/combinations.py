@@ -35,7 +35,8 @@ def _check_norm(config: Config) -> None:
         raise UserError(f"norm={name}: cannot be built for width {width} ({type(error).__name__}: {error})") from error
     norm_path(config)
     if not is_ours(config.norm.func):  # type: ignore[attr-defined]
-        probes.norm(config.norm, name, width, config.model.context, config.device)
+        causal = getattr(norm, "causal", True)
+        probes.norm(config.norm, name, width, config.model.context, config.device, causal=causal)
     idle = out_of_use(config.resolved)
     for path, (allowed, why) in getattr(norm, "restrictions", {}).items():
         if path not in idle and (value := attrgetter(path)(config)) not in allowed:

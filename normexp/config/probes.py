@@ -33,11 +33,11 @@ def undisturbed(device: torch.device) -> Iterator[None]:
             torch.use_deterministic_algorithms(True)
 
 
-def norm(make: Callable[[int], Any], name: str, width: int, context: int, device: torch.device) -> None:
-    """Refuses what is no norm, and one whose training output sees later tokens though its class does not say so."""
+def norm(
+    make: Callable[[int], Any], name: str, width: int, context: int, device: torch.device, *, causal: bool
+) -> None:
+    """Refuses what is no norm, and one whose training output sees later tokens though it is said to be `causal`."""
     _call(make, name, torch.ones(2, 2, width), device)
-    with undisturbed(device):
-        causal = getattr(make(width), "causal", True)
     if causal and sees_later_tokens(make, name, width, min(context, LENGTH), device):
         raise UserError(
             f"norm={name}: its training output changes with later tokens, so that the loss sees what it predicts; take "

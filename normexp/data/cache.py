@@ -1,4 +1,4 @@
-"""What is made of a text once: folders of files, each there whole or not at all, and checked whenever it is opened."""
+"""What is made of a text once: folders of files, each there whole or not at all, and checked whenever it is found."""
 
 import fcntl
 import hashlib

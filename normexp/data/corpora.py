@@ -128,7 +128,9 @@ def _joined(wanted: hub.Wanted, streaming: bool) -> Iterator[bytes]:
 def _downloaded(wanted: hub.Wanted, streaming: bool, cache: Path) -> Callable[[], Iterator[bytes]]:
     request = json.dumps(wanted._asdict(), sort_keys=True)
     entry = cache / f"hub-v2-{hashlib.sha256(request.encode()).hexdigest()}"
-    if not entry.is_dir():
+    if entry.is_dir():
+        check(entry)
+    else:
         chunks = _joined(wanted, streaming)
         first = next(chunks, b"")  # a mistake in the request shows here, before anything is written
         text = itertools.chain([first], chunks)
@@ -139,7 +141,6 @@ def _downloaded(wanted: hub.Wanted, streaming: bool, cache: Path) -> Callable[[]
                 "text": lambda stream: stream.writelines(text),
             },
         )
-    check(entry)
     return partial(files.chunks, entry / "text")
 
 

@@ -95,7 +95,9 @@ def cached(
     """The memory-mapped tokens of the text with this hash. Where the folder `cache` lacks them the text is read, and
     written there once `accept` has not raised."""
     entry = cache / f"{encoding.name()}-{sha256}"
-    if not entry.is_dir():
+    if entry.is_dir():
+        check(entry)
+    else:
         tokens = _TOKENIZERS[encoding.tokenizer](read(), encoding)
         accept(tokens)
         store(entry, _files(tokens))
@@ -114,7 +116,6 @@ def _files(tokens: Tokens) -> dict[str, Write]:
 
 
 def _load(entry: Path) -> Tokens:
-    check(entry)
     about = json.loads((entry / "tokens.json").read_text())
     ids = np.asarray(np.load(entry / "ids.npy", mmap_mode="r"))  # still mapped; a plain array indexes faster
     return Tokens(ids, np.array(about["widths"], np.int64), about["end"], about.get("border"))
